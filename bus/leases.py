@@ -1,0 +1,139 @@
+"""Leasing tasks: at-least-once delivery, renewed while the work goes on.
+
+Two agents can both believe that they own a task (a late ack wins, the server forgets acks it has not written when
+it is killed, and counts the time during which it stood still itself), so nothing here decides what counts: the first
+valid attempt in ROLLOUTS does. But no agent works twice on a task that it holds, or has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+from headway.bus.connection import Bus, StoredMessage
+from headway.bus.failpoints import failpoint
+from headway.bus.topology import AGENTS_CONSUMER
+from headway.schemas.errors import UnavailableError, WireError
+from headway.schemas.messages import Task
+
+FETCH_S = 1.0
+RETRY_S = 0.25
+UNREADABLE_RETRY_S = 5.0
+LEASES_KEPT = 4096
+"""That a queue remembers; an agent works on far fewer."""
+log = structlog.get_logger()
+
+
+class Lease:
+    """A task that this process may work on until it acks, gives back, or stops renewing."""
+
+    def __init__(self, task: Task, message: Msg) -> None:
+        self.task, self._message = task, message
+        self.seq = int(message.metadata.sequence.stream)
+        self.delivery = int(message.metadata.num_delivered)
+        self.kept = True
+        """Whether somebody works on it, or is about to: one fetch may bring the same task twice."""
+        self.ended = False
+
+    def adopt(self, message: Msg) -> None:
+        """Answer for a later delivery of the same task, too."""
+        log.info("task_delivered_again", rollout=self.task.rollout_id, delivery=int(message.metadata.num_delivered))
+        self._message = message
+
+    async def renew(self) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError):
+            failpoint("lease.renew.before")
+            await self._message.in_progress()
+            failpoint("lease.renew.after")
+
+    async def keep(self, every_s: float) -> None:
+        """Renew until cancelled."""
+        self.kept = True
+        try:
+            while True:
+                await asyncio.sleep(every_s)
+                await self.renew()
+        finally:
+            self.kept = False
+
+    async def ack(self) -> None:
+        """Done. A lost ack means one more delivery, which this queue acknowledges again."""
+        self.ended = True
+        with contextlib.suppress(nats.errors.Error, OSError):
+            failpoint("lease.ack.before")
+            await self._message.ack()
+            failpoint("lease.ack.after")
+
+    async def give_back(self, delay_s: float = 0.0) -> None:
+        """Let another agent have it, not before `delay_s`."""
+        self.kept = False  # before it can come back here
+        with contextlib.suppress(nats.errors.Error, OSError):
+            failpoint("lease.nak.before")
+            await self._message.nak(delay=delay_s or None)
+            failpoint("lease.nak.after")
+
+
+class TaskQueue:
+    """The agents' shared pull consumer of TASKS."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._pull: JetStreamContext.PullSubscription | None = None
+        self._leases: OrderedDict[int, Lease] = OrderedDict()
+        """By sequence, the last LEASES_KEPT that were handed out."""
+
+    async def fetch(self, limit: int, wait_s: float = FETCH_S) -> list[Lease]:
+        """Up to `limit` leases, as soon as there is one; empty after `wait_s` or while NATS is away."""
+        try:
+            if self._pull is None:
+                stream = self._bus.subjects.stream("TASKS")
+                self._pull = await self._bus.js.pull_subscribe_bind(AGENTS_CONSUMER, stream)
+            messages = await self._pull.fetch(limit, timeout=wait_s)
+        except (nats.errors.TimeoutError, TimeoutError):
+            return []
+        except (nats.errors.Error, nats.js.errors.Error, OSError) as error:
+            log.debug("task_fetch_failed", error=repr(error)[:200])
+            self._pull = None
+            await asyncio.sleep(RETRY_S)
+            return []
+        found = []
+        for message in messages:
+            if await self._known(message) or (lease := await self._open(message)) is None:
+                continue
+            self._leases[lease.seq] = lease
+            found.append(lease)
+        while len(self._leases) > LEASES_KEPT:
+            self._leases.popitem(last=False)
+        return found
+
+    async def _known(self, message: Msg) -> bool:
+        """Whether a lease of ours answers for it: the server redelivers what it did not hear of in time."""
+        lease = self._leases.get(int(message.metadata.sequence.stream))
+        if lease is None or not (lease.kept or lease.ended):
+            return False
+        lease.adopt(message)
+        await (lease.ack() if lease.ended else lease.renew())
+        return True
+
+    async def _open(self, message: Msg) -> Lease | None:
+        headers = {str(key): str(value) for key, value in (message.headers or {}).items()}
+        stored = StoredMessage(message.subject, int(message.metadata.sequence.stream), headers, message.data)
+        try:
+            return Lease(await self._bus.open(Task, stored), message)
+        except WireError as error:
+            # Never ended here: its group would stay open for ever. An agent of a newer build may read it.
+            if message.metadata.num_delivered == 1:
+                await self._bus.bury(stored, error)
+        except UnavailableError as error:
+            log.warning("task_unavailable", seq=stored.seq, why=error.what)
+        failpoint("lease.nak.before")
+        await message.nak(delay=UNREADABLE_RETRY_S)
+        failpoint("lease.nak.after")
+        return None
