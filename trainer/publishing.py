@@ -1,0 +1,103 @@
+"""The trainer's line of weights: publish a version, announce it, keep the checkpoints that resuming needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from headway.bus.service import Service
+from headway.schemas import signing
+from headway.schemas.errors import PromiseViolated
+from headway.schemas.manifest import open_manifest, root_of
+from headway.schemas.messages import WeightsAnnounced
+from headway.schemas.version import Version
+from headway.schemas.wire import digest_of
+from headway.trainer.retention import delete, leases_of
+from headway.weight_sync.publisher import Published, Publisher, PublishStats
+from headway.weight_sync.tensors import table_of
+from headway.weight_sync.torch_apply import raw_tensors
+
+ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Beside the thread that trains."""
+
+
+class WeightLine:
+    """The last published version, which is the base of the next delta."""
+
+    def __init__(self, service: Service, private_key: bytes) -> None:
+        self._service, self._key = service, private_key
+        self._publisher = Publisher(
+            store=service.store,
+            keys=service.bus.keys,
+            private_key=private_key,
+            pool=ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode"),
+        )
+        self._head: Published | None = None
+        self._stats: PublishStats | None = None
+        self._checkpoints: deque[str] = deque()
+
+    async def publish(self, version: Version, weights: dict[str, Tensor]) -> Published:
+        """Make `version` durable in the store. Not yet visible: the ledger record binds it."""
+        self._head, self._stats = await self._publisher.publish(version, raw_tensors(weights), self._head)
+        return self._head
+
+    async def adopt(self, version: Version, digest: str, weights: dict[str, Tensor], root: str) -> None:
+        """Continue from a committed version that `weights` must equal bit for bit.
+
+        Raises PromiseViolated when the checkpoint's weights are not the ledger's.
+        """
+        sealed = await self._service.store.get(self._service.bus.keys.manifest(digest))
+        manifest = open_manifest(sealed, digest, signing.public_key(self._key))
+        tensors = raw_tensors(weights)
+        found = root_of(table_of(tensors))
+        if not found == manifest.root == root:
+            raise PromiseViolated(
+                f"the checkpoint of version {version} gives weight root {found[:16]}, the ledger says {root[:16]}"
+            )
+        self._head = Published(version=version, digest=digest, manifest=manifest, tensors=tensors)
+
+    async def announce(self) -> None:
+        """Publish the head's announcement; a repeated one is recognised and stored once."""
+        head = self._head
+        assert head is not None
+        manifest = head.manifest
+        full_bytes = sum(entry.nbytes for entry in manifest.tensors if entry.alias is None)
+        message = WeightsAnnounced(
+            version=head.version,
+            parent=manifest.parent,
+            manifest=head.digest,
+            root=manifest.root,
+            delta_bytes=manifest.size_bytes("delta") if manifest.parent else manifest.size_bytes("anchor"),
+            full_bytes=full_bytes,
+            changed_fraction=self._stats.changed_fraction if self._stats else 0.0,
+        )
+        await self._service.bus.publish(self._service.bus.subjects.weights(head.version), message)
+
+    async def put_checkpoint(self, blob: bytes) -> str:
+        """Store a checkpoint under its digest."""
+        digest = await asyncio.to_thread(digest_of, blob)
+        await self._service.store.put(self._service.bus.keys.checkpoint(digest), blob)
+        return digest
+
+    def retain(self, digests: list[str]) -> None:
+        """Remember the checkpoints of earlier terms, oldest first, so that they are pruned in their turn."""
+        self._checkpoints = deque(digests[-2 * self._service.config.grpo.retain_steps :])
+
+    async def prune_checkpoints(self, digest: str, term: int) -> None:
+        """After the commit of `digest`'s step: delete checkpoints more than `retain_steps` behind that no lease holds.
+
+        The sweep finds those that a crash or a lease left. Raises FencedOut when `term` is over.
+        """
+        bus = self._service.bus
+        self._checkpoints.append(digest)
+        old = [
+            self._checkpoints.popleft() for _ in range(len(self._checkpoints) - self._service.config.grpo.retain_steps)
+        ]
+        if old:
+            held = {digest for lease in await leases_of(bus) for digest in lease.checkpoints}
+            gone = set(old) - set(self._checkpoints) - held
+            await delete(bus, map(bus.keys.checkpoint, sorted(gone)), term, signing.public_key(self._key))
