@@ -1,0 +1,432 @@
+"""Questions of size: a fleet of thousands of agents as a discrete-event simulation.
+
+    PYTHONPATH=tests/sim python -P -m simulator.fleet [--agents 2000] [--hours 24] [--max-lag 4] [--seed 1]
+    PYTHONPATH=tests/sim python -P -m simulator.fleet --like runs/NAME     # a run that was measured
+
+What decides is the real code: pacing (`Pacing`), which attempt counts and when a group closes (`Pool`), how old a
+token is and what becomes of it (`Staleness.reason`, `span_lags`). What takes time is drawn: turns, steps, fetches.
+Nothing travels: messages and bytes are counted, not sent. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import itertools
+import json
+import math
+import random
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from headway.bus.connection import Bus
+from headway.bus.reader import read_all
+from headway.deploy.local import with_bus
+from headway.deploy.run_folder import RunFolder
+from headway.schemas.ids import train_rollout_id
+from headway.schemas.messages import Event, Rollout, Span
+from headway.schemas.version import Version
+from headway.trainer.batching import span_lags
+from headway.trainer.groups import Decided, Lineage, Pool
+from headway.trainer.pacing import Pacing
+from headway.trainer.staleness import Staleness
+
+DAY_S = 86_400.0
+LENGTHS = (10, 20, 30, 40, 50)
+"""Session lengths, in turns, by which drops are told apart."""
+STORED = ("task", "rollout", "stamp", "verdict", "weights", "applied", "ledger")
+IDLE_REQUESTS_PER_AGENT_S = 4.0
+"""Of an agent that does nothing: a heartbeat and a look at the ledger's tail each second, two requests for tasks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A fleet. `night` is the share of its agents that a region keeps at night; region r is r quarter days ahead."""
+
+    regions: int = 4
+    agents: int = 2000
+    sessions_per_agent: int = 4
+    groups_per_step: int = 64
+    samples_per_group: int = 16
+    min_graded: int = 12
+    max_lag: int = 4
+    swap_slack: int = 1
+    drop: bool = False
+    turns_max: int = 50
+    turns_median: float = 12.0
+    turns_sigma: float = 0.9
+    turn_tokens: int = 300
+    turn_s_median: float = 12.0
+    turn_s_sigma: float = 0.9
+    step_s: float = 120.0
+    commit_s: float = 8.0
+    sync_s: float = 25.0
+    """From the announcement until an agent serves: the region's relay fetches, then its agents."""
+    sync_jitter_s: float = 15.0
+    night: float = 0.35
+    crash_per_hour: float = 0.02
+    ack_wait_s: float = 30.0
+    delta_bytes: int = 20 << 30
+    hours: float = 24.0
+    warm_up_hours: float = 1.0
+    steps: int = 1_000_000
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Session:
+    rollout_id: str
+    turns: int
+    tokens: int
+    region: int
+    began_s: float
+    ends_s: float
+    agent_jitter_s: float
+
+
+@dataclass(slots=True)
+class Done:
+    """What the pool keeps of a graded attempt."""
+
+    session: Session
+    spans: list[Span]
+
+
+@dataclass(slots=True)
+class Tally:
+    lag_tokens: Counter[int] = field(default_factory=Counter)
+    wasted: Counter[str] = field(default_factory=Counter)
+    by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
+    by_region: Counter[tuple[int, str]] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    trained_tokens: int = 0
+    idle_s: float = 0.0
+    steps: int = 0
+
+
+class Fleet:
+    """One simulated span of time."""
+
+    def __init__(self, setting: Setting, turn_seconds: Callable[[random.Random], float] | None = None) -> None:
+        self.at, self.rng, self.tally = setting, random.Random(setting.seed), Tally()
+        self._turn_seconds = turn_seconds
+        self.pacing = Pacing(
+            groups_per_step=setting.groups_per_step,
+            samples_per_group=setting.samples_per_group,
+            max_lag=setting.max_lag,
+            swap_slack=setting.swap_slack,
+            steps=setting.steps,
+            max_in_flight=2 * setting.agents * setting.sessions_per_agent,
+        )
+        self.stale = Staleness(max_lag=setting.max_lag, drop=setting.drop)
+        self.pool: Pool[Done] = Pool(samples=setting.samples_per_group, min_graded=setting.min_graded)
+        self.lineage = Lineage(Version(0, 0))
+        self.now = 0.0
+        self.end_s = setting.hours * 3600
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+        self._seq = itertools.count(1)
+        self.commits = [0.0]
+        """When version n was announced."""
+        self.groups = self.void = 0
+        self.waiting: deque[str] = deque()
+        self.running: dict[str, Session] = {}
+        self.busy = [0] * setting.regions
+        self.training = False
+        self.free_since = 0.0
+
+    def after(self, delay_s: float, act: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._order), act, args))
+
+    @property
+    def measured(self) -> bool:
+        return self.now >= self.at.warm_up_hours * 3600
+
+    def run(self) -> Tally:
+        self._every(20.0, self._schedule)
+        self._schedule()
+        while self._events and self.now < self.end_s and self.lineage.head.n < self.at.steps:
+            self.now, _, act, args = heapq.heappop(self._events)
+            act(*args)
+        return self.tally
+
+    def _every(self, seconds: float, act: Callable[[], None]) -> None:
+        def again() -> None:
+            act()
+            self.after(seconds, again)
+
+        self.after(seconds, again)
+
+    # The fleet by time of day
+
+    def slots(self, region: int) -> int:
+        """Sessions that the region's agents hold now."""
+        share = self.at.agents / self.at.regions * self.at.sessions_per_agent
+        angle = 2 * math.pi * (self.now / DAY_S + region / self.at.regions)
+        low = self.at.night
+        return int(share * (low + (1 - low) * (0.5 - 0.5 * math.cos(angle))))
+
+    def _schedule(self) -> None:
+        """The dispatcher issues what pacing allows; agents with room lease what waits; leaving ones hand back."""
+        while self.pacing.may_issue(
+            groups_issued=self.groups,
+            n=self.lineage.head.n,
+            void_groups=self.void,
+            in_flight=len(self.waiting) + len(self.running),
+        ):
+            ids = [train_rollout_id(self.groups, sample) for sample in range(self.at.samples_per_group)]
+            self.waiting.extend(ids)
+            self.groups += 1
+            self._count("task", len(ids))
+        for region in range(self.at.regions):
+            if (over := self.busy[region] - self.slots(region)) > 0:
+                mine = [s for s in self.running.values() if s.region == region]
+                for session in self.rng.sample(mine, min(over, len(mine))):
+                    self._abandon(session, "handed_back")
+        rooms = [(self.slots(region) - self.busy[region], region) for region in range(self.at.regions)]
+        free = [region for room, region in rooms for _ in range(room)]
+        self.rng.shuffle(free)
+        while self.waiting and free:
+            self._start(self.waiting.popleft(), free.pop())
+
+    def _start(self, rollout_id: str, region: int) -> None:
+        rng, at = self.rng, self.at
+        turns = max(1, min(at.turns_max, round(rng.lognormvariate(math.log(at.turns_median), at.turns_sigma))))
+        if self._turn_seconds is not None:
+            seconds = sum(self._turn_seconds(rng) for _ in range(turns))
+        else:
+            mean = math.log(at.turn_s_median)
+            seconds = sum(rng.lognormvariate(mean, at.turn_s_sigma) for _ in range(turns))
+        jitter = rng.random() * at.sync_jitter_s
+        session = Session(rollout_id, turns, turns * at.turn_tokens, region, self.now, self.now + seconds, jitter)
+        self.running[rollout_id] = session
+        self.busy[region] += 1
+        self._count("renewal", int(seconds / (at.ack_wait_s / 3)))
+        if rng.random() < 1 - math.exp(-at.crash_per_hour * seconds / 3600):
+            self.after(rng.random() * seconds, self._crash, session)
+        self.after(seconds, self._finish, session)
+
+    def _crash(self, session: Session) -> None:
+        if self.running.get(session.rollout_id) is session:
+            self._abandon(session, "crashed", self.at.ack_wait_s)
+
+    def _abandon(self, session: Session, why: str, delay_s: float = 0.0) -> None:
+        """Its task is leased again, and its tokens were for nothing."""
+        del self.running[session.rollout_id]
+        self.busy[session.region] -= 1
+        done = (self.now - session.began_s) / max(session.ends_s - session.began_s, 1e-9)
+        self._waste(why, int(done * session.tokens))
+        self._count("rollout", why == "handed_back")
+        self.after(delay_s, self.waiting.append, session.rollout_id)
+
+    def _finish(self, session: Session) -> None:
+        if self.running.get(session.rollout_id) is not session:
+            return
+        del self.running[session.rollout_id]
+        self.busy[session.region] -= 1
+        self._count("rollout", 1)
+        self._count("stamp", 1)
+        self._count("ack", 1)
+        self.pool.observe(
+            Decided(seq=next(self._seq), rollout_id=session.rollout_id, payload=Done(session, self._spans(session)))
+        )
+        self._train()
+        if self.waiting and self.busy[session.region] < self.slots(session.region):
+            self._start(self.waiting.popleft(), session.region)
+
+    def _spans(self, session: Session) -> list[Span]:
+        """Tokens are sampled evenly over the session, under what its agent served at the time."""
+        served = session.agent_jitter_s + self.at.sync_s
+        first = max(0, bisect_right(self.commits, session.began_s - served) - 1)
+        cuts, start, n = list[Span](), 0, first
+        total_s = max(session.ends_s - session.began_s, 1e-9)
+        while start < session.tokens:
+            until_s = self.commits[n + 1] + served if n + 1 < len(self.commits) else math.inf
+            end = session.tokens
+            if until_s < session.ends_s:
+                end = int(session.tokens * max(0.0, until_s - session.began_s) / total_s)
+            if end > start:
+                cuts.append(Span(start=start, end=end, version=Version(0, n)))
+                start = end
+            n += 1
+        return cuts
+
+    # The trainer
+
+    def _lags(self, done: Done) -> tuple[int, ...]:
+        return span_lags(done.spans, self.lineage.head, self.lineage.is_ancestor)
+
+    def _reason(self, done: Done) -> Any:
+        return self.stale.reason(SimpleNamespace(trajectory=done), self.lineage)  # type: ignore[arg-type]
+
+    def _train(self) -> None:
+        if self.training or len(self.pool.closed) < self.at.groups_per_step:
+            return
+        batch = self.pool.plan(self.at.groups_per_step, self._reason)
+        if len(batch.groups) < self.at.groups_per_step and len(batch.void_groups) < self.at.groups_per_step:
+            return
+        if self.measured:
+            self.tally.idle_s += self.now - max(self.free_since, self.at.warm_up_hours * 3600)
+        for drop in batch.drops:
+            group, sample = int(drop.rollout_id[1:8]), int(drop.rollout_id[9:])
+            done = self.pool.open[group][sample].payload
+            if done is not None:
+                self._end(done, drop.reason)
+                self._waste(drop.reason, done.session.tokens)
+        self.pool.settle([*(group for group, _ in batch.groups), *batch.void_groups])
+        self.void += len(batch.void_groups)
+        self._count("verdict", sum(1 for _ in batch.rollouts()) + len(batch.drops))
+        if len(batch.groups) < self.at.groups_per_step:
+            self.free_since = self.now
+            self._schedule()
+            return
+        for decided in batch.rollouts():
+            assert decided.payload is not None
+            self._end(decided.payload, "trained")
+            for span, lag in zip(decided.payload.spans, self._lags(decided.payload), strict=True):
+                size = span.end - span.start
+                if not self.measured:
+                    continue
+                if lag <= self.at.max_lag:
+                    self.tally.lag_tokens[lag] += size
+                    self.tally.trained_tokens += size
+                else:
+                    self._waste("masked", size)
+        self.training = True
+        self.after(self.at.step_s + self.at.commit_s, self._commit)
+
+    def _commit(self) -> None:
+        self.lineage = self.lineage.advance()
+        self.commits.append(self.now)
+        self.training, self.free_since = False, self.now
+        if self.measured:
+            self.tally.steps += 1
+        agents = sum(self.slots(r) for r in range(self.at.regions)) // self.at.sessions_per_agent
+        self._count("weights", 1)
+        self._count("ledger", 1)
+        self._count("applied", agents)
+        self._schedule()
+        self._train()
+
+    # Counting
+
+    def _end(self, done: Done, how: str) -> None:
+        if self.measured:
+            length = next(bound for bound in LENGTHS if done.session.turns <= bound)
+            self.tally.by_length[length, how] += 1
+            self.tally.by_region[done.session.region, how] += 1
+
+    def _waste(self, why: str, tokens: int) -> None:
+        if self.measured:
+            self.tally.wasted[why] += tokens
+
+    def _count(self, what: str, times: int) -> None:
+        if self.measured:
+            self.tally.messages[what] += times
+
+
+def summary(setting: Setting, tally: Tally) -> dict[str, Any]:
+    seconds = (setting.hours - setting.warm_up_hours) * 3600
+    tokens = tally.trained_tokens
+    everything = tokens + sum(tally.wasted.values())
+
+    def dropped(counts: Counter[tuple[int, str]]) -> dict[str, float]:
+        keys = sorted({key for key, _ in counts})
+        return {
+            str(key): round(1 - counts[key, "trained"] / sum(v for (k, _), v in counts.items() if k == key), 4)
+            for key in keys
+        }
+
+    return {
+        "steps": tally.steps,
+        "seconds_per_step": round(seconds / max(tally.steps, 1), 1),
+        "trainer_idle_share": round(tally.idle_s / seconds, 3),
+        "tokens_by_lag": {str(lag): round(n / max(tokens, 1), 4) for lag, n in sorted(tally.lag_tokens.items())},
+        "wasted_share_by_reason": {why: round(n / max(everything, 1), 5) for why, n in sorted(tally.wasted.items())},
+        "not_trained_by_turns": dropped(tally.by_length),
+        "not_trained_by_region": dropped(tally.by_region),
+        "stored_messages_per_s": round(sum(tally.messages[what] for what in STORED) / seconds, 1),
+        "idle_requests_per_s": round(setting.agents * (1 + setting.night) / 2 * IDLE_REQUESTS_PER_AGENT_S, 1),
+        "messages_per_s": {what: round(n / seconds, 2) for what, n in sorted(tally.messages.items())},
+        "sync_tb_from_origin": round(tally.steps * setting.delta_bytes * setting.regions / 1e12, 1),
+        "sync_tb_within_regions": round(tally.messages["applied"] * setting.delta_bytes / 1e12, 1),
+    }
+
+
+def like(folder: Path) -> None:
+    """Predict a run that was measured, from its sessions' and steps' durations, and lay both side by side."""
+    place = RunFolder(folder)
+    config = place.config()
+
+    async def read(bus: Bus) -> tuple[list[tuple[int, float]], list[dict[str, Any]]]:
+        sessions = [await bus.open(Rollout, stored) async for stored in read_all(bus, "ROLLOUTS")]
+        events = [
+            await bus.open(Event, stored)
+            async for stored in read_all(bus, "EVENTS", filter_subject=f"rl.{bus.run}.event.trainer.step")
+        ]
+        lengths = [
+            (r.trajectory.turns, r.timings_ms["total"] / 1e3)
+            for r in sessions
+            if r.trajectory is not None and r.purpose == "train"
+        ]
+        return lengths, [event.fields for event in events]
+
+    lengths, steps = asyncio.run(with_bus(config, place, read))
+    seconds = [s for _, s in lengths]
+    agents = sum(region.agents for region in config.regions.values())
+    busy = [step["computed_s"] for step in steps]
+    setting = Setting(
+        regions=1, agents=agents, sessions_per_agent=config.agent.max_sessions,
+        groups_per_step=config.grpo.groups_per_step, samples_per_group=config.grpo.samples_per_group,
+        min_graded=config.grpo.min_graded, max_lag=config.staleness.max_lag, swap_slack=config.staleness.swap_slack,
+        turns_median=1.0, turns_sigma=0.0, turn_tokens=20, night=1.0, crash_per_hour=0.0, sync_s=0.15,
+        sync_jitter_s=0.1, step_s=sum(busy) / len(busy), commit_s=sum(s["published_s"] for s in steps) / len(steps),
+        hours=24.0, warm_up_hours=0.0, steps=len(steps),
+    )  # fmt: skip
+    fleet = Fleet(setting, lambda rng: rng.choice(seconds))
+    tally = fleet.run()
+    measured: Counter[int] = Counter()
+    for step in steps:
+        for lag in range(9):
+            measured[lag] += int(step.get(f"lag_tokens_{lag}", 0))
+    wall = sum(s["waited_s"] + s["computed_s"] + s["published_s"] for s in steps)
+    rows = {
+        "seconds_per_step": (fleet.now / len(steps), wall / len(steps)),
+        "trainer_idle_share": (tally.idle_s / fleet.now, sum(s["waited_s"] for s in steps) / wall),
+    }
+    for lag in range(config.staleness.max_lag + 1):
+        rows[f"tokens_at_lag_{lag}"] = (
+            tally.lag_tokens[lag] / max(1, tally.trained_tokens), measured[lag] / max(1, sum(measured.values())),
+        )  # fmt: skip
+    print(f"{'':<22}{'predicted':>11}{'measured':>11}")
+    for name, (predicted, found) in rows.items():
+        print(f"{name:<22}{predicted:>11.3f}{found:>11.3f}")
+    print(json.dumps({"name": "fleet-like", "figures": {k: [round(a, 4), round(b, 4)] for k, (a, b) in rows.items()}}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    usual = Setting()
+    parser.add_argument("--agents", type=int, default=usual.agents)
+    parser.add_argument("--hours", type=float, default=usual.hours)
+    parser.add_argument("--max-lag", type=int, default=usual.max_lag)
+    parser.add_argument("--drop", action="store_true", help="stale_policy = drop")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--like", type=Path, help="a run's folder: predict it and compare")
+    args = parser.parse_args()
+    if args.like is not None:
+        like(args.like)
+        return
+    setting = replace(usual, agents=args.agents, hours=args.hours, max_lag=args.max_lag, drop=args.drop, seed=args.seed)
+    found = summary(setting, Fleet(setting).run())
+    print(json.dumps({"name": "fleet", "agents": args.agents, "max_lag": args.max_lag, "figures": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""A recording gives back what went in, goes on where it stopped, and names what was damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.bus import recording as layout
+from headway.bus.direct import StoredMessage
+from headway.bus.recorded import RecordedBus, matches
+from headway.bus.recording import PART_BYTES, Recording
+from headway.bus.recording_writer import RecordingWriter
+from headway.schemas.errors import InputError, UnavailableError
+
+ABOUT: dict[str, Any] = {"run": "r", "selection": {}}
+
+
+def message(seq: int, size_bytes: int = 10, subject: str = "rl.r.rollout.east.a") -> StoredMessage:
+    return StoredMessage(subject, seq, {"Headway-Kind": "rollout"}, bytes([seq % 256]) * size_bytes, seq * 0.25)
+
+
+def write(path: Path, seqs: range, *, size_bytes: int = 10, commit: bool = True) -> None:
+    with RecordingWriter(path, ABOUT) as writer:
+        for seq in seqs:
+            writer.add("ROLLOUTS", message(seq, size_bytes))
+        if commit:
+            writer.commit(whole=True)
+
+
+def seqs_of(path: Path, start: int = 1) -> list[int]:
+    found: list[int] = []
+    with Recording(path) as recording:
+        while batch := recording.batch("ROLLOUTS", start):
+            found += [one.seq for one in batch]
+            assert all(one == message(one.seq, len(one.body)) for one in batch)
+            start = batch[-1].seq + 1
+    return found
+
+
+def test_messages_come_back_in_order_over_many_blocks_and_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for part in (range(1, 40), range(45, 80), range(80, 81)):
+        write(path, part, size_bytes=100_000)
+    expected = [*range(1, 40), *range(45, 81)]
+    assert seqs_of(path) == expected
+    assert seqs_of(path, 42) == [seq for seq in expected if seq >= 42]
+    with Recording(path) as recording:
+        assert len(recording.contents.runs["ROLLOUTS"]) > 5
+        assert recording.at("ROLLOUTS", 45) == message(45, 100_000)
+        assert recording.at("ROLLOUTS", 42) is None
+        assert recording.batch("TASKS", 1) == []
+        assert recording.verify() == len(recording.contents.runs["ROLLOUTS"])
+
+
+def test_a_batch_is_bounded_in_messages_and_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "many", range(1, 1000))
+    write(tmp_path / "big", range(1, 40), size_bytes=900_000)
+    for name in ("many", "big"):
+        with Recording(tmp_path / name) as recording:
+            batch = recording.batch("ROLLOUTS", 1)
+            assert len(batch) <= layout.BATCH_MESSAGES
+            assert sum(len(one.body) for one in batch) <= layout.BATCH_BYTES
+        assert len(seqs_of(tmp_path / name)) == (999 if name == "many" else 39)
+
+
+def test_what_a_killed_writer_left_is_never_read_and_then_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, range(1, 11))
+    whole = path.read_bytes()
+    write(path, range(11, 60), size_bytes=100_000, commit=False)
+    assert path.stat().st_size > len(whole)
+    assert seqs_of(path) == list(range(1, 11))
+    write(path, range(11, 21))
+    assert seqs_of(path) == list(range(1, 21))
+    assert path.read_bytes()[: len(whole)] == whole, "the file does not only grow"
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.9, 0.999])
+def test_a_file_cut_off_anywhere_holds_what_the_last_whole_index_covers(tmp_path: Path, keep: float) -> None:
+    path = tmp_path / "file"
+    sizes = []
+    for part in range(10):
+        write(path, range(part * 10 + 1, part * 10 + 11))
+        sizes.append(path.stat().st_size)
+    cut = int(sizes[-1] * keep)
+    path.write_bytes(path.read_bytes()[:cut])
+    assert len(seqs_of(path)) == 10 * sum(size <= cut for size in sizes)
+
+
+def test_every_flipped_byte_is_found_and_its_place_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with RecordingWriter(path, ABOUT) as writer:
+        writer.add("ROLLOUTS", message(1))
+        writer.add_object("r/ckpt/x", 3, [writer.add_part("r/ckpt/x", 0, b"abc")])
+        writer.commit(whole=True)
+    whole = path.read_bytes()
+    unnoticed = []
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            with Recording(path) as recording:
+                recording.verify()
+                if recording.contents.whole:
+                    unnoticed.append(place)
+        except InputError as error:
+            if str(path) not in str(error):
+                unnoticed.append(place)
+    assert unnoticed == []
+
+
+def test_objects_come_back_whole_and_by_range_and_gone_ones_are_none(tmp_path: Path) -> None:
+    data = bytes(range(256)) * (3 * PART_BYTES // 256) + b"tail"
+    path = tmp_path / "file"
+    with RecordingWriter(path, ABOUT) as writer:
+        parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+        writer.add_object("r/ckpt/a", len(data), [writer.add_part("r/ckpt/a", n, p) for n, p in enumerate(parts)])
+        writer.add_absent("r/blobs/b")
+        writer.commit(whole=True)
+    with Recording(path) as recording:
+        assert recording.object("r/ckpt/a") == data
+        for start, end in ((0, 5), (PART_BYTES - 2, PART_BYTES + 2), (len(data) - 3, len(data) + 9), (7, 7)):
+            assert recording.object("r/ckpt/a", start, end) == data[start:end]
+        assert recording.object("r/blobs/b") is None
+        assert recording.object("r/blobs/c") is None
+
+
+def test_other_files_options_and_a_second_writer_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"# not a recording at all")
+    with pytest.raises(InputError, match="is no recording"):
+        Recording(other)
+    with pytest.raises(InputError, match="is no recording"):
+        RecordingWriter(other, ABOUT)
+    with pytest.raises(UnavailableError):
+        Recording(tmp_path / "absent")
+    path = tmp_path / "file"
+    with RecordingWriter(path, ABOUT), pytest.raises(UnavailableError, match="another process"):
+        RecordingWriter(path, ABOUT)
+    with pytest.raises(InputError, match="another selection"):
+        RecordingWriter(path, {"run": "r", "selection": {"kinds": ["task"]}})
+    newer = bytearray(path.read_bytes())
+    newer[8] = 9
+    path.write_bytes(newer)
+    with pytest.raises(InputError, match="format 9"):
+        Recording(path)
+
+
+async def test_a_recorded_bus_filters_subjects_and_publishes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with RecordingWriter(path, ABOUT) as writer:
+        for seq in range(1, 801):
+            writer.add("EVENTS", message(seq, subject=f"rl.r.{'dead' if seq % 400 == 0 else 'event'}.x"))
+        writer.commit(whole=True)
+    with Recording(path) as recording:
+        bus = RecordedBus(recording)
+        assert [m.seq for m in await bus.read_batch("EVENTS", 2, "rl.r.dead.>")] == [400]
+        assert [m.seq for m in await bus.read_batch("EVENTS", 401, "rl.r.dead.>")] == [800]
+        last = await bus.last("EVENTS", "rl.r.event.x")
+        assert last is not None
+        assert last.seq == 799
+        assert await bus.last("TASKS") is None
+        with pytest.raises(UnavailableError, match="can only be read"):
+            await bus.publish("rl.r.event.x", None)
+
+
+def test_subjects_match_as_in_nats() -> None:
+    assert matches(">", "a.b")
+    assert matches("a.*.c", "a.b.c")
+    assert not matches("a.*", "a.b.c")
+    assert not matches("a.>", "a")
+    assert not matches("a.b.c", "a.b")
