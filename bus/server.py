@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import shutil
 import socket
 import sysconfig
@@ -14,6 +16,7 @@ from headway.schemas.errors import UnavailableError
 
 READY_S_MAX = 15.0
 MAX_PAYLOAD_BYTES = 8 << 20
+PORT_MIN = 10240
 
 
 def find_nats_server() -> str:
@@ -26,11 +29,25 @@ def find_nats_server() -> str:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port on loopback that was free a moment ago.
+
+    Linux gives outgoing connections a port of its ephemeral range, so that one of that range could be taken before it
+    is bound: this one is below it, where there is room.
+    """
+    ports = range(PORT_MIN, _ephemeral_min())
+    for port in [*(random.SystemRandom().choices(ports, k=64) if ports else ()), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bound: int = probe.getsockname()[1]
+            return bound
+    raise UnavailableError("no TCP port is free on 127.0.0.1")
+
+
+def _ephemeral_min() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

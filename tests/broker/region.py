@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from headway.deploy import keys
 
 RUN = "test"
 CONF = Path(__file__).parents[2] / "deploy" / "nats"
-LISTENING_S = 15.0
+LISTENING_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +50,9 @@ class Region:
                 conf = self.folder / f"{name}.conf"
                 conf.write_text(text)
                 command = [find_nats_server(), "-c", str(conf), "-l", str(self.folder / f"{name}.log")]
-                servers.append(subprocess.Popen([*(self.within if name == "leaf" else ()), *command]))  # noqa: ASYNC220
-                await _listening(listen)
+                server = subprocess.Popen([*(self.within if name == "leaf" else ()), *command])  # noqa: ASYNC220
+                servers.append(server)
+                await _listening(server, listen, self.folder / f"{name}.log")
             async with await self.bus("operator") as operator:
                 await Topology(run=RUN, ack_wait_s=1.0, max_stream_bytes=16 << 20).apply(operator.js)
             yield
@@ -67,11 +69,16 @@ class Region:
         )
 
 
-async def _listening(place: str) -> None:
+async def _listening(server: subprocess.Popen[bytes], place: str, log: Path) -> None:
     host, port = place.split(":")
-    async with asyncio.timeout(LISTENING_S):
-        while True:
-            with contextlib.suppress(OSError):
+    end, why = time.monotonic() + LISTENING_S, ""
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            async with asyncio.timeout(1.0):  # a first packet that is lost is sent again later and later
                 (await asyncio.open_connection(host, int(port)))[1].close()
                 return
-            await asyncio.sleep(0.05)
+        except OSError as error:  # TimeoutError is one
+            why = repr(error)
+        await asyncio.sleep(0.05)
+    said = log.read_text()[-2000:] if log.exists() else "nothing"
+    raise AssertionError(f"{place}: {why}; the server's exit code is {server.poll()}, and it logged {said}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def made_namespace() -> Iterator[str]:
     """A network namespace without a cable."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
-    name = f"hw{os.getpid()}"
+    name = f"hw{secrets.token_hex(4)}"  # no earlier one's: the kernel takes cables away some time after a namespace
     try:
         ip("netns", "add", name)
     except subprocess.CalledProcessError as error:
@@ -65,7 +66,7 @@ def made_namespace() -> Iterator[str]:
 
 def lay_cable(name: str, letter: str, near_address: str, far_address: str) -> str:
     """From here into the namespace; our end."""
-    near, far = f"hw{letter}{os.getpid()}", f"hw{letter}f{os.getpid()}"
+    near, far = f"{name}{letter}", f"{name}{letter}f"
     ip("link", "add", near, "type", "veth", "peer", "name", far)
     ip("link", "set", far, "netns", name)
     ip("addr", "add", f"{near_address}/30", "dev", near)
@@ -76,26 +77,26 @@ def lay_cable(name: str, letter: str, near_address: str, far_address: str) -> st
 
 
 @pytest.fixture
-async def namespace(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
-    """(a network namespace behind one cable, the port of a server on our end of it)."""
+async def namespace(tmp_path: Path) -> AsyncIterator[tuple[str, str, int]]:
+    """(a network namespace, the cable to it, the port of a server on our end of that)."""
     with made_namespace() as name:
         near, port = lay_cable(name, "a", SERVER, CLIENT), free_port()
         conf = tmp_path / "nats.conf"
         conf.write_text(f'listen: "{SERVER}:{port}"\njetstream {{ store_dir: "{tmp_path / "js"}" }}\n')
         server = subprocess.Popen([find_nats_server(), "-c", str(conf), "-l", str(tmp_path / "log")])  # noqa: ASYNC220
         try:
-            yield near, port
+            yield name, near, port
         finally:
             server.kill()
             server.wait()
 
 
-async def test_a_partition_loses_and_repeats_nothing(namespace: tuple[str, int]) -> None:
-    cable, port = namespace
+async def test_a_partition_loses_and_repeats_nothing(namespace: tuple[str, str, int]) -> None:
+    name, cable, port = namespace
     url = f"nats://{SERVER}:{port}"
     async with await Bus.connect(url, "test") as bus:
         await Topology(run="test", max_stream_bytes=16 << 20).apply(bus.js)
-        command = ["ip", "netns", "exec", f"hw{os.getpid()}", sys.executable, "-P", "-c", PUBLISHER, url]
+        command = ["ip", "netns", "exec", name, sys.executable, "-P", "-c", PUBLISHER, url]
         publisher = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         acknowledged: list[int] = []
 
@@ -126,7 +127,7 @@ async def test_a_region_cut_off_for_a_minute_loses_and_repeats_nothing(tmp_path:
         region = Region(
             folder=tmp_path,
             hub=f"127.0.0.1:{free_port()}",
-            leaf=f"{LEAF}:{free_port()}",
+            leaf=f"{LEAF}:4222",
             link=link,
             dial=link,
             within=("ip", "netns", "exec", name),
