@@ -80,5 +80,8 @@ async def _listening(server: subprocess.Popen[bytes], place: str, log: Path) -> 
         except OSError as error:  # TimeoutError is one
             why = repr(error)
         await asyncio.sleep(0.05)
-    said = log.read_text()[-2000:] if log.exists() else "nothing"
-    raise AssertionError(f"{place}: {why}; the server's exit code is {server.poll()}, and it logged {said}")
+    raise AssertionError(f"{place}: {why}; the server's exit code is {server.poll()}, and it logged {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text()[-2000:] if log.exists() else "nothing"
