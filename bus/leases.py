@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import nats.errors
 import nats.js.errors
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 
 
 class Lease:
-    """A task that this process may work on until it acks, gives back, or stops renewing."""
+    """A task that this process may work on: whoever fetches it enters `keeping`, acks it or gives it back."""
 
     def __init__(self, task: Task, message: Msg) -> None:
         self.task, self._message = task, message
@@ -53,15 +54,20 @@ class Lease:
             await self._message.in_progress()
             failpoint("lease.renew.after")
 
-    async def keep(self, every_s: float) -> None:
-        """Renew until cancelled."""
-        self.kept = True
+    @contextlib.contextmanager
+    def keeping(self, every_s: float) -> Iterator[None]:
+        """Renew while inside; a lease that is then neither acked nor given back comes again after its deadline."""
+        renewing = asyncio.create_task(self._renew_each(every_s))
         try:
-            while True:
-                await asyncio.sleep(every_s)
-                await self.renew()
+            yield
         finally:
+            renewing.cancel()
             self.kept = False
+
+    async def _renew_each(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await self.renew()
 
     async def ack(self) -> None:
         """Done. A lost ack means one more delivery, which this queue acknowledges again."""

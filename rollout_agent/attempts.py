@@ -208,12 +208,8 @@ class Agent:
 
     async def _attempt(self, lease: Lease) -> None:
         """One lease from delivery to ack or nak."""
-        nonce = attempt_nonce()
-        renewal = asyncio.create_task(lease.keep(self._config.dispatch.ack_wait_s / 3))
-        try:
-            await self._work(lease, nonce)
-        finally:
-            renewal.cancel()
+        with lease.keeping(self._config.dispatch.ack_wait_s / 3):
+            await self._work(lease, attempt_nonce())
 
     async def _work(self, lease: Lease, nonce: str) -> None:
         task = lease.task

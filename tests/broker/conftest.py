@@ -35,6 +35,7 @@ from .agent_stand import make_stand as make_stand
 from .recorded import made as made
 from .stand_ins import end as end
 
+RENEW_S = 1.0
 CONFIG = """
 [run]
 name = "test"
@@ -205,7 +206,7 @@ class LocalRun:
             queue, reader, history = TaskQueue(self.bus), LedgerReader(self.bus), History()
             while True:
                 for lease in await queue.fetch(8, 0.5):
-                    with contextlib.suppress(UnavailableError):  # the server is away: the task comes again
+                    with contextlib.suppress(UnavailableError), lease.keeping(RENEW_S):  # it comes again if one is away
                         history.extend(await reader.read_new())
                         rollout = answer(lease.task, history.head)
                         await self.bus.publish(self.bus.subjects.rollout("east", "scripted"), rollout)

@@ -194,21 +194,19 @@ async def test_a_lease_that_is_not_renewed_is_delivered_again(bus: Bus) -> None:
 async def test_a_renewed_lease_is_not_delivered_again(bus: Bus) -> None:
     await bus.publish(bus.subjects.task("expr"), make_task(0))
     [lease] = await TaskQueue(bus).fetch(1)
-    keeping = asyncio.create_task(lease.keep(0.3))
-    assert await TaskQueue(bus).fetch(1, 2.5) == []
-    keeping.cancel()
+    with lease.keeping(0.3):
+        assert await TaskQueue(bus).fetch(1, 2.5) == []
 
 
 async def test_a_task_that_is_delivered_again_to_who_works_on_it_is_not_begun_again(bus: Bus) -> None:
     await bus.publish(bus.subjects.task("expr"), make_task(0))
     queue = TaskQueue(bus)
     [lease] = await queue.fetch(1)
-    working = asyncio.create_task(lease.keep(60))  # as if the server had stood still: it hears of no renewal in time
-    first = lease._message
-    assert await queue.fetch(1, 3) == []
-    assert lease._message is not first, "nothing was delivered again"
-    await lease.ack()
-    working.cancel()
+    with lease.keeping(60):  # as if the server had stood still: it hears of no renewal in time
+        first = lease._message
+        assert await queue.fetch(1, 3) == []
+        assert lease._message is not first, "nothing was delivered again"
+        await lease.ack()
     assert await TaskQueue(bus).fetch(1, 2.5) == []
 
 
@@ -236,9 +234,8 @@ async def test_a_task_that_was_given_back_or_left_is_begun_again(bus: Bus) -> No
         await bus.publish(bus.subjects.task("expr"), make_task(index))
     queue = TaskQueue(bus)
     given, left = await queue.fetch(2)
-    working = asyncio.create_task(left.keep(60))
-    await asyncio.sleep(0)
-    working.cancel()
+    with left.keeping(60):
+        pass
     await given.give_back()
     again = []
     while len(again) < 2:
