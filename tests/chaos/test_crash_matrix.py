@@ -96,6 +96,7 @@ def whole(run: Any) -> Iterator[tuple[str, ...]]:
         yield tuple(column[row] for column in columns if row < len(column))
 
 
+@pytest.mark.timeout(4 * 3600)
 def test_the_whole_matrix(
     request: pytest.FixtureRequest, launch: Any, lockstep: dict[str, Any], undisturbed: Any
 ) -> None:
