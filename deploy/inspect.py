@@ -19,7 +19,8 @@ from headway.schemas.config import Config
 from headway.schemas.errors import InputError, WireError
 from headway.schemas.ledger import Drops, Fork, Genesis, Step
 from headway.schemas.manifest import open_manifest
-from headway.schemas.messages import H_ROLLOUT, Applied, Event, Rollout, Span, Stamp, Task, TrainerStamp
+from headway.schemas.messages import H_ROLLOUT, Applied, Event, Rollout, Stamp, Task, TrainerStamp
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.vocab import decode
 from headway.schemas.wire import H_KIND, M

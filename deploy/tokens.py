@@ -21,7 +21,8 @@ from headway.deploy.run_folder import RunFolder
 from headway.schemas.config import Config
 from headway.schemas.errors import InputError, WireError
 from headway.schemas.ledger import Step
-from headway.schemas.messages import H_ROLLOUT, Rollout, span_cover
+from headway.schemas.messages import H_ROLLOUT, Rollout
+from headway.schemas.trajectory import span_cover
 from headway.schemas.version import Version
 from headway.schemas.vocab import decode
 

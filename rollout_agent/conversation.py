@@ -28,7 +28,7 @@ from headway.rollout_agent.session import Diverged
 from headway.rollout_agent.tokenizer import Tokenizer
 from headway.rollout_agent.tool_formats import Call, Malformed, Message, ToolFormat, ToolResult
 from headway.schemas.errors import ConfigError, UnavailableError
-from headway.schemas.messages import StopReason
+from headway.schemas.trajectory import StopReason
 
 WAITING_MAX = 4
 """Requests of one session that may wait for the one that is being answered."""

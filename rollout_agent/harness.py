@@ -27,8 +27,8 @@ from headway.rollout_agent.tool_formats import FORMATS
 from headway.rollout_agent.tools import Box
 from headway.schemas.config import Config
 from headway.schemas.errors import UnavailableError
-from headway.schemas.messages import TURNS_MAX, StopReason
 from headway.schemas.plugs import load
+from headway.schemas.trajectory import TURNS_MAX, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from headway.schemas.config import ModelSection
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import ModelSection
 from headway.schemas.vocab import VOCAB_SIZE
 
 

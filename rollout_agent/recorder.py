@@ -10,7 +10,7 @@ import numpy as np
 from headway.rollout_agent.client import Completion
 from headway.rollout_agent.model_shape import ModelShape
 from headway.schemas.errors import PromiseViolated
-from headway.schemas.messages import TOKENS_MAX, Span, StopReason, Trajectory, TurnStop
+from headway.schemas.trajectory import TOKENS_MAX, Span, StopReason, Trajectory, TurnStop
 from headway.schemas.wire import NDArray
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from headway.rollout_agent.model_shape import ModelShape
 from headway.schemas import routes as routed
-from headway.schemas.messages import Span, check_spans
+from headway.schemas.trajectory import Span, check_spans
 from headway.schemas.version import Version
 from headway.schemas.wire import NDArray
 

@@ -21,9 +21,9 @@ from headway.rollout_agent.model_shape import ModelShape, hf_config
 from headway.rollout_agent.session import Session
 from headway.rollout_agent.tools import BusSandbox
 from headway.rollout_agent.weights import WeightKeeper
-from headway.schemas.config import RegionConfig
 from headway.schemas.errors import ConfigError
 from headway.schemas.rewards import Scoring
+from headway.schemas.sections import RegionConfig
 from headway.weight_sync.fetcher import Fetcher
 from headway.weight_sync.layouts import Layout
 from headway.weight_sync.mirror import HostMirror

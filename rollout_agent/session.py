@@ -23,10 +23,11 @@ from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.recorder import Recorder
 from headway.rollout_agent.tool_formats import CALLS_MAX, Call, Malformed, ToolResult
 from headway.rollout_agent.tools import Box, Sandbox
-from headway.schemas.config import AgentConfig
 from headway.schemas.errors import InputError, UnavailableError
 from headway.schemas.ids import segment_seed
-from headway.schemas.messages import COMMANDS_MAX, TURNS_MAX, Command, Signed, StopReason, Task, Trajectory
+from headway.schemas.messages import COMMANDS_MAX, Command, Signed, Task
+from headway.schemas.sections import AgentConfig
+from headway.schemas.trajectory import TURNS_MAX, StopReason, Trajectory
 
 DESTROY_S = 5.0
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.rollout_agent.rotation import Rotation
-from headway.schemas.config import RegionConfig
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import RegionConfig
 
 QUIET_S = 15.0
 """How long the others' requests must have been half of the bound or fewer, so that an agent does not come and go."""

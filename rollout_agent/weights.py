@@ -20,9 +20,10 @@ from headway.rollout_agent.engine_watch import HEALTH_EVERY_S, look, watch
 from headway.rollout_agent.engine_writer import EngineWriter, Plan, Way
 from headway.rollout_agent.head import Head, HeadTracker
 from headway.rollout_agent.rotation import Place, Rotation
-from headway.schemas.config import Config, RegionConfig
+from headway.schemas.config import Config
 from headway.schemas.errors import InputError, UnavailableError, WireError
 from headway.schemas.messages import Applied
+from headway.schemas.sections import RegionConfig
 from headway.schemas.version import Version
 from headway.weight_sync.fetcher import Fetcher
 from headway.weight_sync.mirror import HostMirror

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, time
 from zoneinfo import ZoneInfo
 
-from headway.schemas.config import WINDOW, RegionConfig
+from headway.schemas.sections import WINDOW, RegionConfig
 
 
 def now_utc() -> datetime:

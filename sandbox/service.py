@@ -17,8 +17,8 @@ from headway.sandbox.isolation import Limits, Sandbox
 from headway.sandbox.pool import Pool
 from headway.sandbox.workspaces import workspaces_of
 from headway.schemas import signing
-from headway.schemas.config import SandboxConfig
 from headway.schemas.errors import UnavailableError
+from headway.schemas.sections import SandboxConfig
 
 DRAIN_S_MAX = 30.0
 REAP_EVERY_S = 2.0

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from headway.sandbox.isolation import Box, BoxFailed, Limits
 from headway.sandbox.pool import Pool
-from headway.schemas.config import TasksConfig
 from headway.schemas.plugs import load
+from headway.schemas.sections import TasksConfig
 
 OURS = {
     "expr": "headway.sandbox.expr_workspaces:open_folder",

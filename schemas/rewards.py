@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.schemas.config import RewardConfig
 from headway.schemas.errors import ConfigError
-from headway.schemas.messages import Command, Trajectory, Verdict
+from headway.schemas.messages import Command, Verdict
 from headway.schemas.plugs import load
+from headway.schemas.sections import RewardConfig
+from headway.schemas.trajectory import Trajectory
 
 VERDICT, LENGTH = "verdict", "length_penalty"
 

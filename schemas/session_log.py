@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from headway.schemas.ids import Digest, Id
-from headway.schemas.messages import COMMANDS_MAX, Command, Task, Trajectory
+from headway.schemas.messages import COMMANDS_MAX, Command, Task
+from headway.schemas.trajectory import Trajectory
 from headway.schemas.wire import Model
 
 

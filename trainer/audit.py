@@ -18,12 +18,12 @@ from headway.bus.connection import Bus, StoredMessage
 from headway.bus.ledger import LedgerReader, Link
 from headway.bus.reader import read_all
 from headway.bus.recorder import require_whole
-from headway.schemas.config import RewardConfig
 from headway.schemas.errors import PromiseViolated, WireError
 from headway.schemas.ids import train_rollout_id
 from headway.schemas.ledger import Consumed, Drop, Drops, Step
 from headway.schemas.messages import H_OUTCOME, H_ROLLOUT, Applied, Rollout, Task, TrainerStamp, WeightsAnnounced
 from headway.schemas.rewards import Facts, Scoring
+from headway.schemas.sections import RewardConfig
 from headway.schemas.version import Version
 from headway.schemas.wire import Message
 from headway.trainer.groups import parse_train_id

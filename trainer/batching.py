@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headway.schemas.errors import PromiseViolated
-from headway.schemas.messages import Span, Trajectory, span_cover
+from headway.schemas.trajectory import Span, Trajectory, span_cover
 from headway.schemas.version import Version
 from headway.schemas.vocab import PAD
 

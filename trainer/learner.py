@@ -23,8 +23,8 @@ from headway.kernels.numerics import FAST, INVARIANT
 from headway.kernels.quant import RolloutDtype, to_rollout
 from headway.kernels.router import balance_loss
 from headway.kernels.weights import check_tensors, prepare, round_through
-from headway.schemas.config import GrpoConfig
 from headway.schemas.errors import HeadwayError
+from headway.schemas.sections import GrpoConfig
 from headway.trainer.agreement import Agreement
 from headway.trainer.batching import MicroBatch, Sample, micro_batches
 from headway.trainer.checkpoint import Checkpoint

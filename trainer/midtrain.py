@@ -32,8 +32,9 @@ from headway.kernels.numerics import FAST
 from headway.kernels.quant import RolloutDtype, to_rollout
 from headway.kernels.router import balance_loss
 from headway.kernels.weights import init_weights, prepare, round_through
-from headway.schemas.config import Config, ModelSection
+from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import ModelSection
 from headway.schemas.vocab import PAD, VOCAB_SIZE
 from headway.schemas.wire import digest_of
 from headway.trainer.checkpoint import Checkpoint, load_file, save_file

@@ -19,7 +19,7 @@ from headway.kernels.numerics import FAST, INVARIANT
 from headway.kernels.quant import dequantise
 from headway.kernels.weights import prepare
 from headway.schemas.config import Config
-from headway.schemas.messages import Span, Trajectory
+from headway.schemas.trajectory import Span, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

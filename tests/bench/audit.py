@@ -28,7 +28,8 @@ from headway.bus.recording_writer import RecordingWriter
 from headway.schemas import signing
 from headway.schemas.config import parse_config
 from headway.schemas.ledger import Consumed, Counters, Genesis, Open, Record, Step, seal_record
-from headway.schemas.messages import Rollout, Signed, Span, Trajectory, Verdict
+from headway.schemas.messages import Rollout, Signed, Verdict
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import Envelope, Message, digest_of, pack
 from headway.trainer.plan import Plan, TaskSet

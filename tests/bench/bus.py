@@ -41,7 +41,8 @@ from headway.bus.reader import read_all
 from headway.bus.server import ServerSettings, free_port, wait_listening
 from headway.bus.topology import Topology
 from headway.schemas import signing
-from headway.schemas.messages import Rollout, Signed, Span, Trajectory, Verdict
+from headway.schemas.messages import Rollout, Signed, Verdict
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import Envelope, digest_of, open_envelope, pack, unpack
 

@@ -41,7 +41,7 @@ from headway.rollout_agent.model_shape import hf_config
 from headway.schemas import signing
 from headway.schemas.config import Config
 from headway.schemas.ledger import Consumed, Counters, Step
-from headway.schemas.messages import Span, Trajectory
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.trainer import checkpoint as checkpoints
 from headway.trainer.batching import Sample

@@ -44,9 +44,9 @@ from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.session import Recorder
 from headway.sandbox.tasks.expr import ExprTask, tasks
 from headway.schemas import expr_protocol as p
-from headway.schemas.config import GrpoConfig
-from headway.schemas.messages import Span
 from headway.schemas.routes import from_engine
+from headway.schemas.sections import GrpoConfig
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.vocab import BOS, EOS, NEWLINE, encode
 from headway.trainer.agreement import Agreement

@@ -23,10 +23,12 @@ from headway.rollout_agent import service as agent_service
 from headway.rollout_agent import weights as agent_weights
 from headway.rollout_agent.engine.service import model_config
 from headway.schemas import signing
-from headway.schemas.config import Config, RegionConfig, parse_config
+from headway.schemas.config import Config, parse_config
 from headway.schemas.ledger import Counters, Genesis, Open, Step
-from headway.schemas.messages import Applied, Rollout, Task, Trajectory, WeightsAnnounced
+from headway.schemas.messages import Applied, Rollout, Task, WeightsAnnounced
+from headway.schemas.sections import RegionConfig
 from headway.schemas.session_log import SavedSession
+from headway.schemas.trajectory import Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import unpack
 from headway.weight_sync.publisher import Published, Publisher

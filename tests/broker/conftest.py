@@ -24,7 +24,8 @@ from headway.schemas import signing
 from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import UnavailableError
 from headway.schemas.ids import attempt_nonce
-from headway.schemas.messages import Rollout, Signed, Span, Task, Trajectory, Verdict
+from headway.schemas.messages import Rollout, Signed, Task, Verdict
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import pack
 from headway.trainer import dispatcher

@@ -14,8 +14,8 @@ from headway.bus.connection import Bus
 from headway.bus.service import Service
 from headway.rollout_agent import tools
 from headway.rollout_agent.window import Window
-from headway.schemas.config import RegionConfig
-from headway.schemas.messages import Trajectory
+from headway.schemas.sections import RegionConfig
+from headway.schemas.trajectory import Trajectory
 from headway.schemas.version import Version
 
 from .agent_stand import Stand, in_phase

@@ -13,7 +13,7 @@ from headway.bus.service import Service
 from headway.deploy import control
 from headway.rollout_agent import attempts
 from headway.rollout_agent.window import Window
-from headway.schemas.config import RegionConfig
+from headway.schemas.sections import RegionConfig
 
 from .agent_stand import in_phase
 

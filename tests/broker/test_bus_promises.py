@@ -21,8 +21,9 @@ from headway.bus.reader import follow, read_all, read_batch
 from headway.bus.server import ServerSettings, free_port, wait_listening
 from headway.schemas.errors import FencedOut, InputError, PromiseViolated, UnavailableError, WireError
 from headway.schemas.ledger import Open
-from headway.schemas.messages import Dead, Event, Rollout, Signed, Span, Task, Trajectory
+from headway.schemas.messages import Dead, Event, Rollout, Signed, Task
 from headway.schemas.signing import create_key, load_key, public_key
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from headway.bus.ledger import LedgerReader
 from headway.schemas import rewards
-from headway.schemas.config import RewardConfig
 from headway.schemas.ledger import Drops, Step
 from headway.schemas.messages import Rollout, Task
 from headway.schemas.rewards import Facts, Scoring
+from headway.schemas.sections import RewardConfig
 from headway.schemas.version import Version
 from headway.trainer.audit import audit
 from headway.trainer.check import check

@@ -16,9 +16,10 @@ from headway.sandbox.tasks.build import build
 from headway.sandbox.tasks.expr import load_task_set
 from headway.schemas import expr_protocol as p
 from headway.schemas import signing
-from headway.schemas.config import Config, RunConfig, SandboxConfig
+from headway.schemas.config import Config
 from headway.schemas.errors import UnavailableError
 from headway.schemas.messages import Signed
+from headway.schemas.sections import RunConfig, SandboxConfig
 
 
 class Running:

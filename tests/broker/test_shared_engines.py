@@ -13,8 +13,9 @@ import pytest
 
 from headway.rollout_agent import engine_watch, tenancy
 from headway.rollout_agent.window import Window
-from headway.schemas.config import RegionConfig, parse_config
+from headway.schemas.config import parse_config
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import RegionConfig
 
 from .agent_stand import in_phase
 from .stand_ins import LocalEngine

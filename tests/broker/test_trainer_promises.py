@@ -14,7 +14,8 @@ from headway.bus.blobs import ObstoreBlobs
 from headway.bus.reader import read_all
 from headway.schemas.errors import ConfigError, FencedOut, HeadwayError
 from headway.schemas.ids import train_rollout_id
-from headway.schemas.messages import Dead, Span, Task, TrainerStamp
+from headway.schemas.messages import Dead, Task, TrainerStamp
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.wire import Envelope
 from headway.trainer.audit import audit

@@ -29,7 +29,7 @@ from headway.rollout_agent.engine.service import model_config
 from headway.rollout_agent.engine_writer import EngineWriter, Unproven
 from headway.rollout_agent.model_shape import ModelShape, hf_config
 from headway.schemas.errors import ConfigError, InputError, WireError
-from headway.schemas.messages import Span
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 
 from .servers import Trainer, running, small

@@ -19,10 +19,12 @@ from headway.rollout_agent.environments import chat
 from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.recorder import Recorder
 from headway.rollout_agent.session import Diverged, Session, SessionResult
-from headway.schemas.config import Config, GrpoConfig, parse_config
+from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import PromiseViolated, UnavailableError
 from headway.schemas.expr_protocol import GradeReply
-from headway.schemas.messages import Signed, Task, Trajectory
+from headway.schemas.messages import Signed, Task
+from headway.schemas.sections import GrpoConfig
+from headway.schemas.trajectory import Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import pack, unpack
 from headway.trainer.agreement import Disagreement

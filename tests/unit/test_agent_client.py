@@ -16,7 +16,7 @@ from headway.rollout_agent import client as clients
 from headway.rollout_agent.client import EngineClient
 from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.replies import Completion, Sampling, read_completion
-from headway.schemas.messages import Span
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 
 SHAPE = ModelShape(vocab_size=260, layers=3, layer_map=(1, 2), experts=4, top_k=2)

@@ -14,8 +14,8 @@ from headway.rollout_agent.session import Diverged, Interrupted, Session
 from headway.rollout_agent.session_log import SessionLog
 from headway.schemas import expr_protocol as p
 from headway.schemas.errors import UnavailableError
-from headway.schemas.messages import Trajectory
 from headway.schemas.subjects import Keys
+from headway.schemas.trajectory import Trajectory
 from tests.unit.test_agent_session import ScriptedBox, ScriptedEngine, make_session, task
 
 LINES: list[Any] = [b"r\n", b"w x*2\n", b"t\n", b"s\n"]

@@ -17,8 +17,9 @@ from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.session import Interrupted, Session, SessionResult
 from headway.rollout_agent.tools import SandboxTrouble
 from headway.schemas import expr_protocol as p
-from headway.schemas.config import AgentConfig
-from headway.schemas.messages import Signed, Span, Task
+from headway.schemas.messages import Signed, Task
+from headway.schemas.sections import AgentConfig
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.vocab import BOS, EOS
 

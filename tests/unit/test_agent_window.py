@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from headway.rollout_agent.window import Window
-from headway.schemas.config import RegionConfig, parse_config
+from headway.schemas.config import parse_config
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import RegionConfig
 
 
 def is_open(window: str, tz: str, at: str) -> bool:

@@ -28,7 +28,8 @@ from headway.rollout_agent.tools import Box
 from headway.schemas import expr_protocol as p
 from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import ConfigError
-from headway.schemas.messages import Signed, Span, Task
+from headway.schemas.messages import Signed, Task
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 
 from .chat import CHATML, KIMI, tokenizer_json

@@ -24,14 +24,13 @@ from headway.schemas.messages import (
     Event,
     Rollout,
     Signed,
-    Span,
     Stamp,
     Task,
     TrainerStamp,
-    Trajectory,
     Verdict,
     WeightsAnnounced,
 )
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import Message, pack
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headway.deploy.run_folder import RunFolder
-from headway.schemas.config import Config, RunConfig, parse_config
+from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import ConfigError, UnavailableError
+from headway.schemas.sections import RunConfig
 
 
 def test_a_prepared_folder_keeps_its_secrets_private_and_the_same(tmp_path: Path) -> None:

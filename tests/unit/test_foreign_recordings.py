@@ -6,7 +6,8 @@ import pytest
 
 from headway.deploy import sources
 from headway.deploy.cli.main import main
-from headway.schemas.config import Config, RewardConfig
+from headway.schemas.config import Config
+from headway.schemas.sections import RewardConfig
 
 RECORDING = str(Path(__file__).parents[1] / "golden" / "expr.hwr")
 

@@ -19,8 +19,8 @@ from headway.rollout_agent.model_shape import ModelShape
 from headway.rollout_agent.replies import Sampling, read_completion
 from headway.rollout_agent.session import Recorder
 from headway.schemas.errors import WireError
-from headway.schemas.messages import Trajectory
 from headway.schemas.routes import check, from_engine
+from headway.schemas.trajectory import Trajectory
 from headway.schemas.wire import pack, unpack
 from headway.trainer.batching import Sample, micro_batches
 

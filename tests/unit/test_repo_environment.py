@@ -30,8 +30,9 @@ from headway.sandbox.workspaces import workspaces_of
 from headway.schemas import signing
 from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import UnavailableError
-from headway.schemas.messages import Span, Task, Verdict
+from headway.schemas.messages import Task, Verdict
 from headway.schemas.subjects import Subjects
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.trainer.plan import TaskSet
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.schemas.config import AgentConfig, RewardConfig
 from headway.schemas.errors import ConfigError, WireError
-from headway.schemas.messages import Command, Rollout, Signed, Span, Trajectory, Verdict
+from headway.schemas.messages import Command, Rollout, Signed, Verdict
 from headway.schemas.plugs import load
 from headway.schemas.rewards import Facts, Scoring, concave, effort
+from headway.schemas.sections import AgentConfig, RewardConfig
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import pack, unpack
 from headway.trainer.intake import Judge

@@ -35,13 +35,12 @@ from headway.schemas.messages import (
     Event,
     Rollout,
     Signed,
-    Span,
     Stamp,
     Task,
     TrainerStamp,
-    Trajectory,
     WeightsAnnounced,
 )
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import Envelope, Message, open_envelope, pack, unpack
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from headway.rollout_agent.environments.base import environment_of
-from headway.schemas.config import AgentConfig, RewardConfig, parse_config
+from headway.schemas.config import parse_config
 from headway.schemas.errors import ConfigError, WireError
 from headway.schemas.ids import segment_seed
-from headway.schemas.messages import Rollout, Signed, Span, Trajectory, Verdict
+from headway.schemas.messages import Rollout, Signed, Verdict
 from headway.schemas.rewards import Scoring
+from headway.schemas.sections import AgentConfig, RewardConfig
 from headway.schemas.signing import public_key
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import pack
 from headway.trainer.batching import Sample, micro_batches

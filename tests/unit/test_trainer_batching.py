@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.schemas.errors import PromiseViolated
-from headway.schemas.messages import Span, Trajectory
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.trainer.batching import ABANDONED_LAG, Sample, micro_batches, plan, span_lags
 

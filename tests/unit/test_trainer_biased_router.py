@@ -5,8 +5,8 @@ import torch
 
 from headway.kernels.config import ModelConfig
 from headway.kernels.weights import init_weights
-from headway.schemas.config import GrpoConfig
-from headway.schemas.messages import Span, Trajectory
+from headway.schemas.sections import GrpoConfig
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.trainer.batching import Sample
 from headway.trainer.learner import Learner

@@ -9,9 +9,9 @@ from headway.kernels.config import ModelConfig
 from headway.kernels.decoder import KVCache, forward_cached, forward_full, token_logprob
 from headway.kernels.quant import dequantise
 from headway.kernels.weights import init_weights, prepare
-from headway.schemas.config import GrpoConfig
 from headway.schemas.errors import HeadwayError, PromiseViolated
-from headway.schemas.messages import Span, Trajectory
+from headway.schemas.sections import GrpoConfig
+from headway.schemas.trajectory import Span, Trajectory
 from headway.schemas.version import Version
 from headway.schemas.wire import digest_of
 from headway.trainer.batching import Sample

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from headway.kernels import hf
-from headway.schemas.config import AgentConfig, Config, MidtrainConfig, ModelSection, RunConfig
+from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError, InputError
+from headway.schemas.sections import AgentConfig, MidtrainConfig, ModelSection, RunConfig
 from headway.schemas.vocab import BOS, encode
 from headway.trainer import midtrain
 from headway.trainer.corpus import code_windows, draw, read_sessions, stdlib_files

@@ -30,7 +30,8 @@ from headway.bus.reader import read_all
 from headway.deploy.local import with_bus
 from headway.deploy.run_folder import RunFolder
 from headway.schemas.ids import train_rollout_id
-from headway.schemas.messages import Event, Rollout, Span
+from headway.schemas.messages import Event, Rollout
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.trainer.batching import span_lags
 from headway.trainer.groups import Decided, Lineage, Pool

@@ -16,8 +16,9 @@ from headway.schemas.errors import WireError
 from headway.schemas.ids import train_rollout_id
 from headway.schemas.ledger import Drops, Fork, Genesis, LedgerEntry, Open, Record, Step
 from headway.schemas.manifest import open_manifest
-from headway.schemas.messages import Applied, Rollout, Span, Task, WeightsAnnounced
+from headway.schemas.messages import Applied, Rollout, Task, WeightsAnnounced
 from headway.schemas.subjects import Keys
+from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.wire import open_envelope
 from simulator.models import Store
