@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import nats.errors
 import pytest
 
 from headway.bus.blobs import ObstoreBlobs
@@ -91,7 +92,7 @@ async def replicated(bus: Bus) -> None:
         try:
             await topology.apply(bus.js)
             return
-        except Exception as error:
+        except (nats.errors.Error, TimeoutError, UnavailableError) as error:
             if asyncio.get_running_loop().time() > end_s:
                 raise AssertionError(f"no cluster after {READY_S_MAX} s: {error!r}") from None
             await asyncio.sleep(0.3)
@@ -102,7 +103,7 @@ async def leader(bus: Bus, suffix: str) -> int:
     while True:
         try:
             info = await bus.js.stream_info(bus.subjects.stream(suffix))
-        except Exception:
+        except (nats.errors.Error, TimeoutError):
             await asyncio.sleep(0.2)
             continue
         if info.cluster is not None and info.cluster.leader:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from bugs import BUGS
-from simulator.net import Rates
-from simulator.world import FAULTS, POINTS_IN_RUN, Ended, Plan, draw, simulate
+from simulator.plan import FAULTS, POINTS_IN_RUN, Plan, draw
+from simulator.server import Rates
+from simulator.world import Ended, simulate
 
 BLOCK = 50
 SEEDS_PER_BUG = 200

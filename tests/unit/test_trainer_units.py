@@ -15,7 +15,7 @@ from headway.trainer.batching import MicroBatch, micro_batches
 from headway.trainer.learner import Learner
 from headway.trainer.loss import group_advantages
 
-from .test_trainer_learner import batch, learner
+from .learner_stand import batch, learner
 
 TOKENS = 14
 """A limit at which the batch makes several units."""

@@ -35,9 +35,11 @@ from headway.trainer import dispatcher
 from headway.trainer import service as trainer_service
 from headway.trainer.audit import Report
 from simulator import loop, models, world
+from simulator.client import Client
 from simulator.models import installed
-from simulator.net import Client, Rates
-from simulator.world import RUN, Plan, Process, World, shared_folder
+from simulator.plan import RUN, Plan
+from simulator.server import Rates
+from simulator.world import Process, World, shared_folder
 
 REGIONS = tuple(f"r{number}" for number in range(8))
 BORROWED = REGIONS[1::2]
@@ -152,7 +154,7 @@ class Borrowed(World):
             for process in (agent, *others):
                 self._take_away(process)
         else:
-            self._sigterm(agent)
+            self.sigterm(agent)
             for process in others:
                 self.loop.after(GONE_S, self._take_away, process)
         self.loop.after(AWAY_S, self._come, region)

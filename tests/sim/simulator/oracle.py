@@ -22,7 +22,7 @@ from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.schemas.wire import open_envelope
 from simulator.models import Store
-from simulator.net import Stored
+from simulator.server import Stored
 
 
 class Broken(Exception):

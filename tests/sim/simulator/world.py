@@ -1,4 +1,4 @@
-"""Processes, their lives, and the faults that a seed draws for them."""
+"""A simulated run: its processes, their lives, and what is checked while they live."""
 
 from __future__ import annotations
 
@@ -22,113 +22,22 @@ from headway.bus.service import Service, Settings, first_error
 from headway.rollout_agent import attempts
 from headway.rollout_agent import service as agent_service
 from headway.schemas import ids, signing
-from headway.schemas.config import Config
-from headway.schemas.errors import FencedOut, HeadwayError, InputError, UnavailableError
-from headway.schemas.version import Version
+from headway.schemas.errors import FencedOut, HeadwayError, UnavailableError
 from headway.trainer import dispatcher
 from headway.trainer import service as trainer_service
 from headway.trainer.audit import Report, audit
-from headway.trainer.rollback import rollback
-from simulator.loop import LIFE, Killed, Life, SimLoop, quiet
-from simulator.models import DISK, Engine, EngineClient, Host, Learner, Nonces, Store
-from simulator.net import Client, Rates, Server
+from simulator.client import Client
+from simulator.engines import Engine, EngineClient
+from simulator.faults import Faults
+from simulator.loop import LIFE, Life, SimLoop, quiet
+from simulator.models import Host, Learner, Nonces, Store
 from simulator.oracle import Oracle
+from simulator.plan import ACK_WAIT_S, CALM_S, ENGINE_URLS, RUN, Plan, draw
+from simulator.server import Server
 
-RUN = "sim"
-ENGINE_URLS = {"east": "http://127.0.0.1:1", "west": "http://127.0.0.1:2"}
-ACK_WAIT_S = 1.5
-CALM_S = 25.0
-"""No fault begins later."""
 END_S_MAX = 600.0
 DRAIN_S_MAX = 30.0
-TROUBLE_S_MAX = 6.0
 MAINS = {"dispatcher": dispatcher.main, "trainer": trainer_service.main, "agent": agent_service.serve}
-OUTSIDE = (
-    "midtrain", "export", "config", "checkpoint", "publish.again", "put.blobs", "put.sessions", "put.leases", "purge",
-    "relay", "recording", "publish.replayed",
-)  # fmt: skip
-"""Fail points that no service passes in a simulated run."""
-POINTS_IN_RUN = frozenset(point for point in failpoints.POINTS if not point.startswith(OUTSIDE))
-FAULTS = (
-    "kill", "fuse", "freeze", "drain", "server", "partition", "store_full", "store_broken", "stream_full",
-    "rival", "rollback", "disk_full", "point",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a seed decided: the run, the rates per message, and the faults with their times."""
-
-    config: Config
-    rates: Rates
-    faults: tuple[tuple[float, str], ...]
-    compute_s: float
-    turn_s: float
-    skew: bool
-    forget_ids: bool
-    lost_put_reply: float
-    described: str
-
-    def undisturbed(self) -> Plan:
-        return Plan(
-            config=self.config, rates=Rates(), faults=(), compute_s=self.compute_s, turn_s=self.turn_s, skew=False,
-            forget_ids=False, lost_put_reply=0.0, described="undisturbed",
-        )  # fmt: skip
-
-
-def draw(seed: int) -> Plan:
-    """The plan of a seed. Each kind of fault is there or not (swarm testing), at a rate of its own."""
-    rng = random.Random(f"plan {seed}")
-    lockstep = rng.random() < 0.15
-    max_lag = 0 if lockstep else rng.randint(0, 2)
-    config = Config.model_validate(
-        {
-            "run": {"name": RUN, "steps": rng.randint(2, 4), "seed": seed, "lockstep": lockstep},
-            "grpo": {
-                "groups_per_step": 2,
-                "samples_per_group": (samples := rng.randint(2, 3)),
-                "min_graded": rng.randint(2, samples),
-                "retain_steps": rng.randint(1, 3),
-            },
-            "staleness": {
-                "max_lag": max_lag,
-                "swap_slack": rng.randint(0, max_lag),
-                "stale_policy": rng.choice(["mask", "drop"]),
-                "swap_mode": rng.choice(["retract", "finish"] if lockstep else ["retract", "finish", "in_place"]),
-            },
-            "dispatch": {
-                "ack_wait_s": ACK_WAIT_S,
-                "max_attempts": rng.choice([2, 4, 6]),
-                "max_in_flight": rng.choice([4, 12]),
-            },
-            "agent": {"max_sessions": rng.randint(1, 3), "turn_timeout_s": 3.0, "session_timeout_s": 8.0},
-            "sandbox": {"command_timeout_s": 0.5},
-            "eval": {"at": rng.choice([[], [], ["end"]]), "programs": 1, "samples": 2, "greedy": False},
-            "regions": {
-                region: {"engine_urls": [ENGINE_URLS[region]]}
-                for region in (["east", "west"] if rng.random() < 0.7 else ["east"])
-            },
-            "engine": {"numerics": "bitwise"},
-        }
-    )
-
-    def rate(most: float) -> float:
-        return rng.random() ** 2 * most if rng.random() < 0.4 else 0.0
-
-    rates = Rates(
-        lost_request=rate(0.05), lost_reply=rate(0.08), lost_delivery=rate(0.2), twice=rate(0.2), slow=rate(0.2),
-        slow_s=rng.choice([0.1, 0.5, 2.5]), delay_s=rng.choice([0.001, 0.005, 0.02]),
-    )  # fmt: skip
-    kinds = [kind for kind in FAULTS if rng.random() < 0.35]
-    faults = (
-        [(rng.random() ** 1.5 * CALM_S * 0.5, rng.choice(kinds)) for _ in range(rng.randint(0, 7))] if kinds else []
-    )
-    plan = Plan(
-        config=config, rates=rates, faults=tuple(sorted(faults)), compute_s=rng.choice([0.02, 0.2, 0.6]),
-        turn_s=rng.choice([0.05, 0.2, 0.5]), skew=rng.random() < 0.3, forget_ids=rng.random() < 0.3,
-        lost_put_reply=rate(0.1), described=f"{kinds} {rates}",
-    )  # fmt: skip
-    return plan
 
 
 @dataclass(eq=False)
@@ -163,10 +72,10 @@ class Ended:
 
 
 class World:
-    """One run. `point` kills the process that passes a fail point for the given time: (name, hit)."""
+    """One run, struck by `Faults`."""
 
     def __init__(self, seed: int, plan: Plan, folder: Path, shared: Path, point: tuple[str, int] | None = None) -> None:
-        self.plan, self.folder, self.shared, self._point = plan, folder, shared, point
+        self.plan, self.folder, self.shared = plan, folder, shared
         self.rng = random.Random(f"world {seed}")
         self.loop = SimLoop(self._compute_s)
         self.server = Server(self.loop, self.rng, replace(plan.rates), RUN, ACK_WAIT_S)
@@ -177,19 +86,15 @@ class World:
         self.processes: dict[str, Process] = {}
         self.lives: list[Life] = []
         self.engines: dict[str, Engine] = {}
-        self.struck: list[str] = []
-        self.passed: dict[str, int] = {}
         self.failures: list[str] = []
-        self.calm = False
-        self._due = ""
-        self._operating = 0
+        self.faults = Faults(self, point)
 
     # Running
 
     def run(self) -> Ended:
         """Run to the end. Raises AssertionError naming what broke."""
         nonces = Nonces()
-        before = failpoints.install(self._pass)
+        before = failpoints.install(self.faults.pass_point)
         asyncio.set_event_loop(self.loop)
         try:
             with (
@@ -210,7 +115,7 @@ class World:
             asyncio.set_event_loop(None)
         return Ended(
             report=report, oracle=self.oracle, events=self.oracle.events, callbacks=self.loop.callbacks,
-            virtual_s=self.loop.now, struck=tuple(self.struck), passed=self.passed,
+            virtual_s=self.loop.now, struck=tuple(self.faults.struck), passed=self.faults.passed,
         )  # fmt: skip
 
     async def _main(self) -> Report:
@@ -223,14 +128,14 @@ class World:
         for process in list(self.processes.values()):
             self.start(process)
         for when, kind in self.plan.faults:
-            self.loop.at(when, self._strike, kind)
-        self.loop.at(CALM_S, self._calm)
+            self.loop.at(when, self.faults.strike, kind)
+        self.loop.at(CALM_S, self.faults.calm)
         while not self._finished():
             self._check()
             if self.loop.now > END_S_MAX:
                 raise AssertionError(f"P6: the run stands still at {self.oracle.head}: {self._phases()}")
             await asyncio.sleep(0.25)
-        self._calm()
+        self.faults.calm()
         await self._drain_all()
         self._check()
         report = await self._audit()
@@ -242,7 +147,7 @@ class World:
     def _finished(self) -> bool:
         stream = self.server.streams["EVENTS"]
         done = any(m.subject.endswith(".run_finished") for m in stream.messages[-40:])
-        quiet = not self._operating and self.server.counts() == (0, 0)
+        quiet = not self.faults.operating and self.server.counts() == (0, 0)
         return done and quiet and self.oracle.head.n >= self.plan.config.run.steps
 
     def _phases(self) -> str:
@@ -371,125 +276,9 @@ class World:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         return full or isinstance(error, UnavailableError | FencedOut)
 
-    # Faults
-
-    def _calm(self) -> None:
-        self.calm, self._due = True, ""
-        rates = self.server.rates
-        rates.lost_request = rates.lost_reply = rates.lost_delivery = rates.twice = rates.slow = 0.0
-        self.store.full = self.store.broken = DISK.full = False
-        self.store.lost_reply = 0.0
-        self.server.cut.clear()
-        for stream in self.server.streams.values():
-            stream.full = False
-
-    def _pick(self, *kinds: str) -> Process:
-        """A process, the trainer as often as all others together."""
-        if not kinds and self.rng.random() < 0.4:
-            return self.processes["trainer"]
-        return self.rng.choice([p for p in self.processes.values() if not kinds or p.kind in kinds])
-
-    def _for_a_while(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """Often somebody dies while it lasts."""
-        begin()
-        seconds = self.rng.random() * TROUBLE_S_MAX
-        self.loop.after(seconds, end)
-        if self.rng.random() < 0.5:
-            self.loop.after(self.rng.random() * seconds, self._strike, "kill")
-
-    def _strike(self, kind: str) -> None:
-        if not self.calm:
-            self.struck.append(kind)
-            kind, _, name = kind.partition(":")
-            getattr(self, f"_fault_{kind}")(*filter(None, [name]))
-
-    def _fault_kill(self, name: str = "") -> None:
-        life = (self.processes[name] if name else self._pick()).life
-        if life is not None:
-            life.die()
-
-    def _fault_fuse(self) -> None:
-        life = self._pick().life
-        if life is not None and life.alive:
-            life.fuse = self.rng.randint(1, 200)
-
-    def _fault_freeze(self) -> None:
-        life = self._pick().life
-        if life is not None and life.alive and life.frozen is None:
-            life.frozen = []
-            self.loop.after(self.rng.random() * 6, self.loop.thaw, life)
-
-    def _fault_drain(self) -> None:
-        process = self._pick("dispatcher", "agent", "trainer", "sandbox")
-        self._sigterm(process)
-
-    def _fault_server(self) -> None:
-        self.server.kill(0.1 + self.rng.random() * 3, forget_ids=self.plan.forget_ids)
-
-    def _fault_partition(self) -> None:
-        region = self.rng.choice([*self.plan.config.regions, "hub"])
-        self._for_a_while(lambda: self.server.cut.add(region), lambda: self.server.cut.discard(region))
-
-    def _fault_store_full(self) -> None:
-        self._for_a_while(lambda: setattr(self.store, "full", True), lambda: setattr(self.store, "full", False))
-
-    def _fault_store_broken(self) -> None:
-        self._for_a_while(lambda: setattr(self.store, "broken", True), lambda: setattr(self.store, "broken", False))
-
-    def _fault_stream_full(self) -> None:
-        stream = self.server.streams[self.rng.choice(["TASKS", "ROLLOUTS"])]
-        self._for_a_while(lambda: setattr(stream, "full", True), lambda: setattr(stream, "full", False))
-
-    def _fault_rival(self) -> None:
-        """The process hangs, somebody starts a second one, and then it wakes up."""
-        process = self._pick("trainer", "dispatcher")
-        first = process.life
-        if first is None or not first.alive or first.frozen is not None:
-            return
-        first.frozen = []
-        first.on_death = lambda life: None
-        self.loop.after(1 + self.rng.random() * 3, self.loop.thaw, first)
-        self.loop.after(1 + self.rng.random() * 8, first.die)
-        process.life = None
-        self.start(process)
-
-    def _fault_rollback(self) -> None:
-        at = [v for v in self.oracle.checkpoints if v.n < self.oracle.head.n]
-        if not at:
-            return
-        life = Life("operator", "hub")
-        self.lives.append(life)
-        context = contextvars.copy_context()
-        context.run(LIFE.set, life)
-        self.loop.create_task(self._roll_back(self.rng.choice(at)), context=context)
-
-    async def _roll_back(self, base: Version) -> None:
-        bus = Bus(Client(self.server), RUN, self.store)  # type: ignore[arg-type]
-        self._operating += 1
-        with contextlib.suppress(InputError, UnavailableError, FencedOut):
-            await rollback(bus, signing.load_key(self.shared / "keys" / "trainer.key"), base)
-        self._operating -= 1
-
-    def _fault_disk_full(self) -> None:
-        """Agents' disks take no file for a while."""
-        self._for_a_while(lambda: setattr(DISK, "full", True), lambda: setattr(DISK, "full", False))
-
-    def _pass(self, name: str) -> None:
-        self.passed[name] = self.passed.get(name, 0) + 1
-        life = LIFE.get()
-        if life is not None and (self._point == (name, self.passed[name]) or self._due == name):
-            self.struck.append(f"{name}:{self.passed[name]}")
-            self._due = ""
-            life.die()
-            raise Killed(name)
-
-    def _fault_point(self) -> None:
-        """Whoever passes one of the fail points next is killed there."""
-        self._due = self.rng.choice(sorted(POINTS_IN_RUN))
-
     # Draining
 
-    def _sigterm(self, process: Process) -> None:
+    def sigterm(self, process: Process) -> None:
         """P10: a process that is asked to stop ends in time, and with 0."""
         life, service = process.life, process.service
         if service is None or life is None or not life.alive or life.frozen is not None:
