@@ -38,6 +38,7 @@ class _TokenLogprob(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, heat: Tensor, numerics: Numerics
     ) -> tuple[Tensor, Tensor]:
         n, rows = hidden.shape[0], chunk_rows(head.shape[0])
+        ctx.set_materialize_grads(False)
         chosen, entropy, kept = heat.new_empty(n), heat.new_empty(n), None
         for at in range(0, n, rows):
             part = slice(at, at + rows)
@@ -56,20 +57,22 @@ class _TokenLogprob(torch.autograd.Function):
 
 
 def backward(
-    saved: tuple[Any, ...], grads: tuple[Tensor, ...], wants_head: bool, numerics: Numerics = INVARIANT
+    saved: tuple[Any, ...], grads: tuple[Tensor | None, ...], wants_head: bool, numerics: Numerics = INVARIANT
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of hidden and head from those of the log-probabilities and entropies, chunk by chunk."""
+    """Gradients of hidden and head from those of the log-probabilities and entropies (or None), chunk by chunk."""
     hidden, head, targets, heat, entropy, kept = saved
+    to_chosen, to_entropy = torch.zeros_like(entropy) if grads[0] is None else grads[0], grads[1]
     n, rows = hidden.shape[0], chunk_rows(head.shape[0])
     d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(head) if wants_head else None
     for at in range(0, n, rows):
         part = slice(at, at + rows)
         x = hidden[part].float()
         logp = kept if kept is not None else _log_softmax(x, head, heat[part], numerics)[0]
-        d_chosen, d_entropy = (g[part, None] / heat[part] for g in grads)
-        p = logp.exp()
+        d_chosen = slope = to_chosen[part, None] / heat[part]
         # d entropy = -p (log p + entropy); d chosen = onehot - p
-        d_scores = (logp + entropy[part, None]).mul_(d_entropy).add_(d_chosen).mul_(p).neg_()
+        if to_entropy is not None:
+            slope = (logp + entropy[part, None]).mul_(to_entropy[part, None] / heat[part]).add_(d_chosen)
+        d_scores = logp.exp().mul_(slope).neg_()
         d_scores.scatter_add_(1, targets[part, None], d_chosen)
         d_hidden[part] = (d_scores @ head).to(hidden.dtype)
         if d_head is not None:

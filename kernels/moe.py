@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.numerics import INVARIANT, ROW_TILE, Numerics, blocks, tile
+from headway.kernels.numerics import INVARIANT, ROW_TILE, Numerics, in_blocks, tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,11 @@ def make_plan(ids: Tensor, experts: int, row_tile: int = 1) -> Plan:
 def _sum_slots(y: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """Rows [N, k] of y times weights [N, k], added in fp32 in slot order: [N, d] in y's dtype."""
     out = y.new_empty(rows.shape[0], y.shape[1])
-    for part in blocks(*out.shape):
-        place, weight = rows[part], weights[part]
+    for place, weight, to in in_blocks(y.shape[1], rows, weights, out):
         total = y.index_select(0, place[:, 0]).float().mul_(weight[:, :1])
         for slot in range(1, rows.shape[1]):
             total.addcmul_(y.index_select(0, place[:, slot]), weight[:, slot : slot + 1])
-        out[part] = total
+        to.copy_(total)
     return out
 
 
@@ -59,10 +58,12 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        d_x = grads[0].index_select(0, rows[:, 0])
-        for slot in range(1, rows.shape[1]):
-            d_x += grads[0].index_select(0, rows[:, slot])
+        (rows,), grad = ctx.saved_tensors, grads[0]
+        d_x = grad.new_empty(rows.shape[0], grad.shape[1])
+        for place, out in in_blocks(grad.shape[1], rows, d_x):
+            torch.index_select(grad, 0, place[:, 0], out=out)
+            for slot in range(1, rows.shape[1]):
+                out += grad.index_select(0, place[:, slot])
         return d_x, None, None
 
 
@@ -94,12 +95,10 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _swiglu(hidden: Tensor) -> Tensor:
-    f = hidden.shape[-1] // 2
-    if hidden.dim() > 2:
-        return F.silu(hidden[..., :f]).mul_(hidden[..., f:])
-    out = hidden.new_empty(hidden.shape[0], f)
-    for rows in blocks(*hidden.shape):
-        out[rows] = F.silu(hidden[rows, :f]).mul_(hidden[rows, f:])
+    gate, up = hidden.chunk(2, -1)
+    out = hidden.new_empty(gate.shape)
+    for g, u, to in in_blocks(hidden[0].numel(), gate, up, out):
+        torch.ops.aten.silu.out(g, out=to).mul_(u)
     return out
 
 
@@ -112,11 +111,12 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (hidden,) = ctx.saved_tensors
-        f, d_hidden = hidden.shape[1] // 2, torch.empty_like(hidden)
-        for rows in blocks(*hidden.shape):
-            grad, gate, up, d = grads[0][rows], hidden[rows, :f], hidden[rows, f:], d_hidden[rows]
-            torch.mul(grad, F.silu(gate), out=d[:, f:])
-            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d[:, :f])
+        d_hidden = torch.empty_like(hidden)
+        parts = (*hidden.chunk(2, 1), *d_hidden.chunk(2, 1))
+        for grad, gate, up, d_gate, d_up in in_blocks(hidden.shape[1], grads[0], *parts):
+            torch.ops.aten.silu.out(gate, out=d_up).mul_(grad)
+            torch.mul(grad, up, out=d_gate)
+            torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return d_hidden
 
 
@@ -144,10 +144,10 @@ def combine_backward(
     """Gradients of y and weights."""
     weight_of_place = weights.flatten()[source.clamp(min=0)].masked_fill_(source < 0, 0.0)
     d_y, products = torch.empty_like(y), y.new_empty(y.shape[0])
-    for part in blocks(*y.shape):
-        moved = grad.index_select(0, token[part])
-        products[part] = torch.linalg.vecdot(moved, y[part])
-        d_y[part] = moved.mul_(weight_of_place[part, None])
+    for places, result, weight, product, moved in in_blocks(y.shape[1], token, y, weight_of_place, products, d_y):
+        torch.index_select(grad, 0, places, out=moved)
+        product.copy_(torch.linalg.vecdot(moved, result))
+        moved.mul_(weight[:, None])
     return d_y, products[rows].to(weights.dtype)
 
 

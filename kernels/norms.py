@@ -11,43 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.kernels.numerics import INVARIANT, Numerics, blocks
+from headway.kernels.numerics import INVARIANT, Numerics, in_blocks
 from headway.kernels.rotary import rotate
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+def _inverse_rms(x: Tensor, eps: float, out: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps), out=out)
 
 
-def _in_place(out: Tensor) -> Tensor | None:
-    """`out`, where fp32 results can be written to it at once."""
-    return out if out.dtype == torch.float32 else None
+def _wide(out: Tensor) -> Tensor:
+    """Where fp32 results that belong in `out` are computed: there, or beside it."""
+    return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    for rows in blocks(*x.shape):
-        wide = x[rows].float()
-        scale[rows] = _inverse_rms(wide, eps)
-        normed = torch.mul(wide, scale[rows], out=_in_place(out[rows])).mul_(weight)
-        if out.dtype != wide.dtype:
-            out[rows] = normed
+    for narrow, s, to in in_blocks(x.shape[1], x, scale, out):
+        wide, normed = narrow.float(), _wide(to)
+        torch.mul(wide, _inverse_rms(wide, eps, s), out=normed).mul_(weight)
+        if normed is not to:
+            to.copy_(normed)
     return out, scale
 
 
-def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of x * scale, where scale is x's inverse root mean square and grad already has the weight."""
-    lost = torch.linalg.vecdot(grad, x)[..., None] * scale.pow(3) / -x.shape[-1]
-    return (grad * scale).addcmul_(x, lost)
+def _norm_backward(grad: Tensor, weight: Tensor, x: Tensor, scale: Tensor, d_weight: Tensor, out: Tensor) -> None:
+    """Gradients of x * scale * weight, where scale is x's inverse root mean square: x's to `out`, weight's added."""
+    spare, d_x = grad * x, _wide(out)
+    d_weight += spare.mul_(scale).sum(0)
+    torch.mul(grad, weight, out=d_x)
+    lost = torch.mul(d_x, x, out=spare).sum(-1, keepdim=True) * scale.pow(3) / -x.shape[-1]
+    d_x.mul_(scale).addcmul_(x, lost)
+    if d_x is not out:
+        out.copy_(d_x)
 
 
 def rms_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, None]:
     """Gradients of x and weight; scale [N, 1] is x's inverse root mean square."""
     d_x, d_weight = torch.empty_like(x), weight.new_zeros(weight.shape, dtype=torch.float32)
-    for rows in blocks(*x.shape):
-        g, wide, s = grad[rows].float(), x[rows].float(), scale[rows]
-        d_weight += (g * wide).mul_(s).sum(0)
-        d_x[rows] = _norm_backward(g * weight, wide, s)
+    for g, narrow, s, out in in_blocks(x.shape[1], grad, x, scale, d_x):
+        _norm_backward(g.float(), weight, narrow.float(), s, d_weight, out)
     return d_x, d_weight.to(weight.dtype), None
 
 
@@ -77,13 +79,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, numerics: Numerics = INVARIA
 def _qk_norm_rotary(qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     n, heads, width = qkv.shape[0], *weight.shape
     qk, scale = qkv.new_empty(n, heads, width), qkv.new_empty(n, heads, 1, dtype=torch.float32)
-    for rows in blocks(n, heads * width):
-        wide = qkv[rows, :heads].float()
-        scale[rows] = _inverse_rms(wide, eps)
-        normed = torch.mul(wide, scale[rows], out=_in_place(qk[rows])).mul_(weight)
-        torch.view_as_complex(normed.unflatten(-1, (-1, 2))).mul_(rotary[rows])
-        if qk.dtype != wide.dtype:
-            qk[rows] = normed
+    for narrow, s, turn, to in in_blocks(heads * width, qkv[:, :heads], scale, rotary, qk):
+        wide, normed = narrow.float(), _wide(to)
+        torch.mul(wide, _inverse_rms(wide, eps, s), out=normed).mul_(weight)
+        torch.view_as_complex(normed.unflatten(-1, (-1, 2))).mul_(turn)
+        if normed is not to:
+            to.copy_(normed)
     return qk, qkv[:, heads:].contiguous(), scale
 
 
@@ -97,14 +98,12 @@ class _QkNormRotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         qkv, weight, rotary, scale = ctx.saved_tensors
-        n, heads, width = qkv.shape[0], *weight.shape
+        heads, width = weight.shape
         d_qkv, d_weight = torch.empty_like(qkv), weight.new_zeros(weight.shape, dtype=torch.float32)
-        for rows in blocks(n, heads * width):
-            wide, s = qkv[rows, :heads].float(), scale[rows]
-            turned = torch.view_as_complex(grads[0][rows].float().unflatten(-1, (-1, 2))) * rotary[rows].conj()
-            grad = torch.view_as_real(turned).flatten(-2)
-            d_weight += (grad * wide).mul_(s).sum(0)
-            d_qkv[rows, :heads] = _norm_backward(grad * weight, wide, s)
+        parts = (grads[0], qkv[:, :heads], scale, rotary.conj().resolve_conj(), d_qkv[:, :heads])
+        for g, narrow, s, back, out in in_blocks(heads * width, *parts):
+            turned = torch.view_as_complex(g.float().unflatten(-1, (-1, 2))) * back
+            _norm_backward(torch.view_as_real(turned).flatten(-2), weight, narrow.float(), s, d_weight, out)
         d_qkv[:, heads:] = grads[1]
         return d_qkv, d_weight.to(weight.dtype), None, None
 

@@ -11,6 +11,7 @@ start.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,13 @@ def linear(x: Tensor, w: Tensor, numerics: Numerics = INVARIANT) -> Tensor:
     return x @ w.T if rows == n else (F.pad(x, (0, 0, 0, rows - n)) @ w.T)[:n]
 
 
-def blocks(rows: int, width: int) -> list[slice]:
-    """Spans of rows, a multiple of ROW_TILE each, whose elements fit a core's cache several times: what passes over
-    activations more than once does so block by block, and has the same bits."""
-    step = max(BLOCK_ELEMENTS // width // ROW_TILE, 1) * ROW_TILE
-    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+def in_blocks(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same rows of each tensor, so few that `width` columns of them fit a core's cache several times.
+
+    What passes over activations more than once does so block by block, and has the same bits.
+    """
+    rows = max(BLOCK_ELEMENTS // width // ROW_TILE, 1) * ROW_TILE
+    return zip(*(t.split(rows) for t in tensors), strict=True)
 
 
 def batched(x: Tensor, w: Tensor, numerics: Numerics = INVARIANT) -> Tensor:
