@@ -34,7 +34,7 @@ from headway.schemas.vocab import NEWLINE
 from headway.trainer import dispatcher
 from headway.trainer import service as trainer_service
 from headway.trainer.audit import Report
-from simulator import loop, models, world
+from simulator import engines, loop, world
 from simulator.client import Client
 from simulator.models import installed
 from simulator.plan import RUN, Plan
@@ -115,7 +115,7 @@ class Borrowed(World):
         self.turns_sampled = 0
 
     def line(self, place: int, sampling: dict[str, Any]) -> list[int]:
-        """In the place of `models._line`."""
+        """In the place of `engines._line`."""
         self.turns_sampled += 1
         turn = 1 + (place - FIRST_TOKENS) // TURN_TOKENS
         return [ord("s" if turn >= turns_of(sampling["sampling_seed"]) else "t"), NEWLINE]
@@ -217,6 +217,10 @@ def figures(run: Borrowed, report: Report, hours: float) -> dict[str, Any]:
         "turns_sampled": run.turns_sampled,
         "turns_in_rollouts": sum(r.trajectory.turns for r in first.values() if r.trajectory is not None),
         "not_trained_by_turns": {str(bound): share(found) for bound, found in by_length.items()},
+        "dropped_by_turns": {
+            str(bound): {why: n for why, n in sorted(found.items()) if why != "trained"}
+            for bound, found in by_length.items()
+        },
         "ended_by_turns": {str(bound): found.total() for bound, found in by_length.items()},
         "not_trained_by_region": {region: share(found) for region, found in by_region.items()},
         "trained_per_hour_present": {
@@ -241,7 +245,7 @@ def simulate(hours: float, seed: int, shared: Path) -> dict[str, Any]:
         (folder / name).symlink_to(shared / name)
     with slowly():
         run = Borrowed(seed, hours, folder, shared)
-        with mock.patch.object(models, "_line", run.line):
+        with mock.patch.object(engines, "_line", run.line):
             return figures(run, run.run().report, hours)
 
 
