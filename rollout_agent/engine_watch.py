@@ -10,7 +10,7 @@ from headway.rollout_agent.rotation import Place, Rotation
 from headway.schemas.errors import InputError, WireError
 
 HEALTH_EVERY_S = 1.0
-RETRY_S = 0.5
+RETRY_S = 0.2
 
 
 async def watch(rotation: Rotation, place: Place, woken: asyncio.Event) -> None:
@@ -52,4 +52,4 @@ async def look(rotation: Rotation, place: Place) -> None:
 
 def _lose(rotation: Rotation, place: Place, why: str) -> None:
     place.lose(why)
-    rotation.fail(place, why)
+    rotation.take_out(place, why)  # it was just looked at: to ask for another look at once would never pause

@@ -130,11 +130,15 @@ class Rotation:
         await self.notify()
 
     def fail(self, place: Place, why: str, *, probe: bool = True) -> None:
-        """Out of rotation until it was looked at and proven; without `probe` where it may be in a pause."""
+        """Out of rotation until it was looked at, which is asked for, and proven; see `take_out`."""
+        self.take_out(place, why, probe=probe)
+        place.look.set()
+
+    def take_out(self, place: Place, why: str, *, probe: bool = True) -> None:
+        """Out of rotation; without `probe` where it may be in a pause."""
         if place.serving:
             log.warning("engine_out_of_rotation", url=place.engine.url, why=why[:400])
         place.serving, place.probe = False, probe
-        place.look.set()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[SessionEngine]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.rollout_agent import engine_watch
 from headway.rollout_agent import rotation as rotations
 from headway.rollout_agent.client import EngineBusy, EngineTrouble
 from headway.rollout_agent.replies import Completion, Load, Sampling, read_load
@@ -247,3 +248,22 @@ async def test_a_request_at_an_engine_that_stops_answering_goes_on_elsewhere_at_
         async with asyncio.timeout(5):
             await asking
     assert len(two.asked) == 1
+
+
+async def test_an_engine_that_is_away_is_looked_at_now_and_then_not_all_the_time() -> None:
+    rotation, [engine] = await rotation_of(0)
+    looks = 0
+
+    async def refused() -> str:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0)
+        raise EngineTrouble("connection refused")
+
+    engine.served, clock = refused, asyncio.get_running_loop().time
+    began_s = clock()
+    watching = asyncio.create_task(engine_watch.watch(rotation, rotation.places[0], asyncio.Event()))
+    rotation.fail(rotation.places[0], "a session says so")
+    await asyncio.sleep(2.5 * engine_watch.RETRY_S)
+    watching.cancel()
+    assert 2 <= looks <= 2 + (clock() - began_s) / engine_watch.RETRY_S
