@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import save
 from safetensors.torch import load
 from torch import Tensor
 
@@ -48,12 +47,25 @@ def to_bytes(checkpoint: Checkpoint) -> bytes:
     _check_shapes(tensors, {name: tuple(t.shape) for name, t in checkpoint.masters.items()})
     _check_counters(checkpoint.counters)
     note = json.dumps({"format": FORMAT, "counters": checkpoint.counters}, sort_keys=True)
-    plain = {name: tensor.detach().contiguous().cpu().numpy() for name, tensor in tensors.items()}
-    blob: bytes = save(plain, metadata={"headway": note})  # of numpy arrays: the same bytes with a copy less
+    plain = {name: tensors[name].detach().contiguous().cpu().numpy() for name in sorted(tensors)}
+    blob = _safetensors(plain, note)
     values_bytes = sum(array.nbytes for array in plain.values())
     if not np.isfinite(np.frombuffer(blob, "<f4", offset=len(blob) - values_bytes)).all():  # one pass over all of it
         _check_finite(tensors)
     return blob
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray[Any, Any]], note: str) -> bytes:
+    """What safetensors writes of float32 arrays in the order of their names, with one copy of the values, not three."""
+    header: dict[str, Any] = {"__metadata__": {"headway": note}}
+    at = 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    values = (array.astype("<f4", copy=False).data for array in arrays.values())
+    return b"".join([len(text).to_bytes(8, "little"), text, *values])
 
 
 def from_bytes(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:

@@ -35,6 +35,17 @@ def test_the_same_state_has_the_same_digest_in_whatever_order_it_is_given() -> N
     assert digest == "c471350b3da4de0a2d8437c6ee677b79be9eac2e58888b55e9490bfee76630ab"
 
 
+def test_the_bytes_are_those_that_safetensors_writes() -> None:
+    shapes = {"wä/long.name": (3, 5), "b": (), "a": (1, 2, 3), "empty": (0, 4)}
+    masters = {name: torch.rand(shape) for name, shape in shapes.items()}
+    moments = {f"{kind}/{name}": torch.rand(shape) for kind in ck.MOMENTS for name, shape in shapes.items()}
+    for counter in (1, 12, 123, 1234):  # headers of every length modulo 8
+        given = ck.Checkpoint(masters=masters, moments=moments, counters={"steps_done": counter})
+        note = json.dumps({"format": 1, "counters": {"steps_done": counter}}, sort_keys=True)
+        tensors = {f"master/{name}": tensor for name, tensor in masters.items()} | moments
+        assert ck.to_bytes(given) == save(tensors, metadata={"headway": note})
+
+
 def test_bytes_that_are_no_whole_checkpoint_are_refused() -> None:
     good = ck.to_bytes(state())
     tensors = load(good)
