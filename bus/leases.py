@@ -20,6 +20,7 @@ from nats.js import JetStreamContext
 
 from headway.bus.connection import Bus, StoredMessage
 from headway.bus.failpoints import failpoint
+from headway.bus.held import Held
 from headway.bus.topology import AGENTS_CONSUMER
 from headway.schemas.errors import UnavailableError, WireError
 from headway.schemas.messages import Task
@@ -27,6 +28,7 @@ from headway.schemas.messages import Task
 FETCH_S = 1.0
 RETRY_S = 0.25
 UNREADABLE_RETRY_S = 5.0
+GIVE_BACK = b"-NAK"
 LEASES_KEPT = 4096
 """That a queue remembers; an agent works on far fewer."""
 log = structlog.get_logger()
@@ -35,24 +37,32 @@ log = structlog.get_logger()
 class Lease:
     """A task that this process may work on: whoever fetches it enters `keeping`, acks it or gives it back."""
 
-    def __init__(self, task: Task, message: Msg) -> None:
-        self.task, self._message = task, message
+    def __init__(self, task: Task, message: Msg, held: Held | None = None) -> None:
+        self.task, self._message, self._held = task, message, held
         self.seq = int(message.metadata.sequence.stream)
         self.delivery = int(message.metadata.num_delivered)
         self.kept = True
         """Whether somebody works on it, or is about to: one fetch may bring the same task twice."""
         self.ended = False
+        self._note()
+
+    def _note(self) -> None:
+        if self._held is not None:
+            self._held.add(self.seq, self._message.reply)
 
     def adopt(self, message: Msg) -> None:
         """Answer for a later delivery of the same task, too."""
         log.info("task_delivered_again", rollout=self.task.rollout_id, delivery=int(message.metadata.num_delivered))
         self._message = message
+        self._note()
 
     async def renew(self) -> None:
         with contextlib.suppress(nats.errors.Error, OSError):
             failpoint("lease.renew.before")
             await self._message.in_progress()
             failpoint("lease.renew.after")
+            if self._held is not None:
+                self._held.renewed(self.seq)
 
     @contextlib.contextmanager
     def keeping(self, every_s: float) -> Iterator[None]:
@@ -76,6 +86,7 @@ class Lease:
             failpoint("lease.ack.before")
             await self._message.ack()
             failpoint("lease.ack.after")
+        self._forget()
 
     async def give_back(self, delay_s: float = 0.0) -> None:
         """Let another agent have it, not before `delay_s`."""
@@ -84,16 +95,30 @@ class Lease:
             failpoint("lease.nak.before")
             await self._message.nak(delay=delay_s or None)
             failpoint("lease.nak.after")
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._held is not None:
+            self._held.end(self.seq)
 
 
 class TaskQueue:
-    """The agents' shared pull consumer of TASKS."""
+    """The agents' shared pull consumer of TASKS. `held` remembers this agent's leases over a kill."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, held: Held | None = None) -> None:
+        self._bus, self._held = bus, held
         self._pull: JetStreamContext.PullSubscription | None = None
         self._leases: OrderedDict[int, Lease] = OrderedDict()
         """By sequence, the last LEASES_KEPT that were handed out."""
+
+    async def give_back_left(self) -> None:
+        """Let anybody have at once what an agent of this name held when it was killed."""
+        left = list(self._held.take_left()) if self._held is not None else []
+        with contextlib.suppress(nats.errors.Error, OSError):
+            for reply in left:
+                await self._bus.client.publish(reply, GIVE_BACK)
+        if left:
+            log.info("leases_given_back", tasks=len(left))
 
     async def fetch(self, limit: int, wait_s: float = FETCH_S) -> list[Lease]:
         """Up to `limit` leases, as soon as there is one; empty after `wait_s` or while NATS is away."""
@@ -132,7 +157,7 @@ class TaskQueue:
         headers = {str(key): str(value) for key, value in (message.headers or {}).items()}
         stored = StoredMessage(message.subject, int(message.metadata.sequence.stream), headers, message.data)
         try:
-            return Lease(await self._bus.open(Task, stored), message)
+            return Lease(await self._bus.open(Task, stored), message, self._held)
         except WireError as error:
             # Never ended here: its group would stay open for ever. An agent of a newer build may read it.
             if message.metadata.num_delivered == 1:

@@ -49,6 +49,7 @@ class Agent:
     def __init__(
         self,
         service: Service,
+        queue: TaskQueue,
         keeper: WeightKeeper,
         sandbox: Sandbox,
         shape: ModelShape,
@@ -56,7 +57,7 @@ class Agent:
         make_session: Callable[..., Session],
         scoring: Scoring,
     ) -> None:
-        self._service, self._keeper, self._sandbox, self._shape = service, keeper, sandbox, shape
+        self._service, self._queue, self._keeper, self._sandbox, self._shape = service, queue, keeper, sandbox, shape
         self._make_session = make_session
         self._clock, self._config, self._settings = clock, service.config, service.settings
         self._attempts: set[asyncio.Task[None]] = set()
@@ -80,7 +81,7 @@ class Agent:
 
     async def run(self) -> None:
         """Work until SIGTERM, then drain."""
-        queue = TaskQueue(self._service.bus)
+        await self._queue.give_back_left()
         while not self._service.stop.is_set():
             self._report()
             if self._away():
@@ -91,7 +92,7 @@ class Agent:
             if free < 1 or held:
                 await self._until_room()
                 continue
-            for lease in await queue.fetch(min(free, LEASES_AT_ONCE), FETCH_S):
+            for lease in await self._queue.fetch(min(free, LEASES_AT_ONCE), FETCH_S):
                 attempt = self._service.tasks.create_task(self._attempt(lease))
                 self._attempts.add(attempt)
                 attempt.add_done_callback(self._attempts.discard)

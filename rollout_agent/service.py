@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import aiohttp
 
+from headway.bus.held import Held
+from headway.bus.leases import TaskQueue
 from headway.bus.service import Service
 from headway.rollout_agent.attempts import Agent
 from headway.rollout_agent.client import EngineClient, check_address
@@ -92,7 +94,8 @@ async def _work(
             bus=service.bus, region=settings.region, command_timeout_s=config.sandbox.command_timeout_s
         )
         try:
-            await Agent(service, keeper, sandbox, shape, time.perf_counter, make_session, scoring).run()
+            queue = TaskQueue(service.bus, Held(folder / "leases", config.dispatch.ack_wait_s, time.time))
+            await Agent(service, queue, keeper, sandbox, shape, time.perf_counter, make_session, scoring).run()
         finally:
             for task in background:
                 task.cancel()
