@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from headway.bus.connection import Bus
 from headway.bus.ledger import LedgerReader, Link
+from headway.schemas.chat import require_same_chat
 from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError, UnavailableError
 from headway.schemas.ledger import Counters, Drops, Fork, Genesis, Step
@@ -49,8 +50,8 @@ class HeadTracker:
     async def run(self) -> None:
         """Follow until cancelled.
 
-        Raises ConfigError when the genesis was made with another config, PromiseViolated when the chain
-        breaks, UnavailableError after LEDGER_AWAY_S_MAX without an answer.
+        Raises ConfigError when the genesis was made with another config or chat template, PromiseViolated when
+        the chain breaks, UnavailableError after LEDGER_AWAY_S_MAX without an answer.
         """
         await self._bus.client.subscribe(self._bus.subjects.every_weights, cb=self._on_announcement)
         clock = asyncio.get_running_loop().time
@@ -101,6 +102,7 @@ class HeadTracker:
                     why="the genesis record names another config digest",
                     hint="copy the run's own run.toml here",
                 )
+            require_same_chat(body.chat, self._config)
             self.genesis, found = body, Head(link.version, body.base_manifest, body.base_root, seen_s)
         elif isinstance(body, Step | Fork):
             found = Head(body.version, body.manifest, body.root, seen_s)

@@ -84,6 +84,8 @@ class Genesis(Model):
     base_root: Digest
     trainer_key: bytes
     sandbox_key: bytes
+    chat: Digest | Literal[""] = ""
+    """Of chat template, tokenizer and tool format (`schemas/chat.py`); empty in runs that began before it was recorded."""
 
 
 class Open(Model):

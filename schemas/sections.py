@@ -192,7 +192,8 @@ class AgentConfig(Section):
     tool_format: Literal["hermes", "qwen3_coder", "kimi_k2"] = "hermes"
     """How the model writes calls in environments that chat."""
     tokenizer: str = ""
-    """A folder with tokenizer.json and a chat template, on every agent; empty: the byte vocabulary."""
+    """A folder with tokenizer.json and a chat template, the same on the trainer and every agent; empty: the byte
+    vocabulary."""
     harness: Annotated[str, Field(max_length=200)] = ""
     """module:attribute, an async function of a HarnessTask that drives sessions over OpenAI's protocol
     (docs/HARNESS.md); empty: the environment does."""

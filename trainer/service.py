@@ -25,6 +25,7 @@ from headway.kernels import hf
 from headway.kernels.config import ModelConfig
 from headway.kernels.selftest import refusal
 from headway.schemas import signing
+from headway.schemas.chat import chat_digest, require_same_chat
 from headway.schemas.errors import ConfigError, FencedOut, InputError, PromiseViolated, UnavailableError, WireError
 from headway.schemas.ledger import Counters, DropReason, Drops, Genesis, Open, Step
 from headway.schemas.messages import Rollout, Task
@@ -125,6 +126,7 @@ class Trainer:
         genesis = self._history.genesis
         assert genesis is not None
         require_same_config(genesis, self._config)
+        require_same_chat(genesis.chat, self._config)
         link = await self._ledger.append(
             Open(instance=self._service.settings.instance, environment=environment.describe()),
             self._history.head,
@@ -157,6 +159,7 @@ class Trainer:
             base_root=published.manifest.root,
             trainer_key=signing.public_key(self._key),
             sandbox_key=self._service.settings.sandbox_public_key(),
+            chat=chat_digest(config),
         )
         self._history.add(await self._ledger.append(genesis, Version(0, 0)))
 

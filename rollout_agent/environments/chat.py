@@ -15,14 +15,10 @@ from headway.rollout_agent.chat_template import ChatTemplate
 from headway.rollout_agent.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, read_bounded
 from headway.rollout_agent.tool_formats import FORMATS, Call, Malformed, Message, ToolFormat, ToolResult
 from headway.rollout_agent.tools import Box
+from headway.schemas.chat import PLAIN_TEMPLATE
 from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError
 
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|eos|>{% endfor %}"
-    "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
-)
-"""For the byte vocabulary, which has no template of its own."""
 SUBMIT = "submit"
 CUT = "\n... {} bytes left out ...\n"
 TOLD = "That was no tool call: {}. Call a tool, or submit."

@@ -23,6 +23,7 @@ from headway.rollout_agent import service as agent_service
 from headway.rollout_agent import weights as agent_weights
 from headway.rollout_agent.engine.service import model_config
 from headway.schemas import signing
+from headway.schemas.chat import chat_digest
 from headway.schemas.config import Config, parse_config
 from headway.schemas.ledger import Counters, Genesis, Open, Step
 from headway.schemas.messages import Applied, Rollout, Task, WeightsAnnounced
@@ -89,6 +90,7 @@ class Stand:
             base_root=base.manifest.root,
             trainer_key=signing.public_key(self.trainer_key),
             sandbox_key=signing.public_key(self.sandbox_key),
+            chat=chat_digest(self.config),
         )
         await self.writer.append(genesis, Version(0, 0))
         await self.writer.append(Open(instance="trainer", environment={}), Version(0, 0), term=1)

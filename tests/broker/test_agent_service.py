@@ -341,6 +341,16 @@ async def test_an_agent_with_another_config_refuses_to_start(make_stand: Any) ->
     assert caught.group_contains(ConfigError, match=r"differs from the one the run began with")
 
 
+async def test_an_agent_with_another_chat_template_refuses_to_start(make_stand: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    stand = await make_stand(agent__tokenizer=str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with stand.agent() as service:
+            await stand.ended(service)
+    assert caught.group_contains(ConfigError, match=r"not the one that the run began with")
+
+
 async def test_an_engine_that_cannot_be_written_takes_the_agent_down(
     make_stand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

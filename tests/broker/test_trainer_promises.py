@@ -331,6 +331,19 @@ async def test_a_service_with_another_configuration_refuses_to_start(make_run: M
     assert caught.group_contains(ConfigError, match=r"tasks\.seed = 9 here, 0 in the genesis")
 
 
+async def test_a_trainer_with_another_chat_template_refuses_to_go_on(make_run: Make, tmp_path: Any) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    run = make_run(steps=1, extra=f'[agent]\ntokenizer = "{folder}"\n')
+    await finish(run, lambda task, head: run.graded(task, reward_of(task), head), 1)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with run.trainer():
+            await asyncio.sleep(3)
+    assert caught.group_contains(ConfigError, match=r"not the one that the run began with")
+
+
 async def test_a_rollout_whose_every_token_is_stale_is_dropped(make_run: Make) -> None:
     run = make_run(steps=5, extra="[staleness]\nmax_lag = 1\nswap_slack = 0\n")
 
