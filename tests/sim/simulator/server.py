@@ -222,6 +222,10 @@ class Server:
             self.reply(target.life, target.take, message, lost=self.rates.lost_delivery)
         return len(targets)
 
+    def forget_the_dead(self) -> None:
+        """Subscriptions go with the connection that made them."""
+        self.subscriptions = [subscription for subscription in self.subscriptions if subscription.life.alive]
+
     def direct_get(self, stream: Stream, request: dict[str, Any]) -> list[Msg]:
         if "batch" not in request:
             seq = int(request["seq"])

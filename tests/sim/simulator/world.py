@@ -173,6 +173,7 @@ class World:
             if life is not None and life.alive:
                 life.tasks = [task for task in life.tasks if not task.done()]
                 assert len(life.tasks) < 200, f"P8: {process.name} has {len(life.tasks)} tasks"
+        self.server.forget_the_dead()
         assert len(self.server.subscriptions) < 200, "P8: subscriptions leak"
 
     async def _audit(self) -> Report:
