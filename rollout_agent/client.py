@@ -66,8 +66,10 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.salt = ""
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, rid: str, timeout_s: float) -> Completion:
-        """Sample a continuation of `prompt`.
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, rid: str, timeout_s: float, routes_from: int = 0
+    ) -> Completion:
+        """Sample a continuation of `prompt`; its routes are those of the rows from `routes_from` on.
 
         Raises EngineTrouble, WireError("bad_engine_reply"), InputError (the engine refused the request).
         """
@@ -84,12 +86,13 @@ class EngineClient:
             },
             "return_logprob": True,
             "return_routed_experts": True,
+            **({"routed_experts_start_len": routes_from} if routes_from else {}),
             "rid": rid,
             **({"cache_salt": self.salt} if self.salt else {}),
         }
         reply = await self._call("/generate", body, timeout_s)
-        large = 4 * len(prompt) * self._shape.layers * self._shape.top_k > LARGE_BYTES
-        read = functools.partial(read_completion, reply, prompt, sampling, self._shape)
+        large = 4 * (len(prompt) - routes_from) * self._shape.layers * self._shape.top_k > LARGE_BYTES
+        read = functools.partial(read_completion, reply, prompt, sampling, self._shape, routes_from)
         try:
             return await asyncio.to_thread(read) if large else read()
         except (ValueError, KeyError, TypeError, binascii.Error) as error:

@@ -1,7 +1,7 @@
 """Which weight version is the head: read from the ledger, never from an announcement.
 
-An announcement only wakes the reader up and its content is never read, so a lost one delays by POLL_S and
-a forged one, which the ledger does not bind, changes nothing.
+An announcement only wakes the reader up and its content is never read, so a lost one delays by POLL_S_MAX at most
+and a forged one, which the ledger does not bind, changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from headway.schemas.errors import ConfigError, UnavailableError
 from headway.schemas.ledger import Counters, Drops, Fork, Genesis, Step
 from headway.schemas.version import Version
 
-POLL_S = 1.0
+POLL_S, POLL_S_MAX = 1.0, 8.0
+"""The ledger is read so long after something new was in it, then less and less often: agents that only wait would
+otherwise ask a large fleet's bus more than all that work. A session that starts reads it anyway."""
 LEDGER_AWAY_S_MAX = 120.0
 
 
@@ -55,13 +57,14 @@ class HeadTracker:
         """
         await self._bus.client.subscribe(self._bus.subjects.every_weights, cb=self._on_announcement)
         clock = asyncio.get_running_loop().time
-        answered_s = clock()
+        answered_s, wait_s = clock(), POLL_S
         while True:
             self._poke.clear()
             self._reads_begun += 1
             try:
                 async for link in self._reader.links():
                     self._take(link)  # one by one: a read that fails halfway has moved the reader's tail
+                    wait_s = POLL_S
                 answered_s = clock()
                 async with self._read:
                     self._reads_done = self._reads_begun
@@ -70,10 +73,10 @@ class HeadTracker:
                 if clock() - answered_s > LEDGER_AWAY_S_MAX:
                     raise
             try:
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(wait_s):
                     await self._poke.wait()
             except TimeoutError:
-                continue
+                wait_s = min(2 * wait_s, POLL_S_MAX)
 
     async def refresh(self) -> None:
         """Return once the ledger was read, from a moment after this call, to its end.

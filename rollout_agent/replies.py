@@ -37,7 +37,8 @@ class Sampling:
 class Completion:
     """A checked reply. N output tokens; R = prompt + N - 1 route rows; L layers with experts.
 
-    `spans` are over output tokens; `route_spans` cover [0, R). Routes are absent where the engine has none.
+    `spans` are over output tokens; `route_spans` cover [0, R), or [start, R) as `routes` does where only the rows
+    from `start` on were asked for. Routes are absent where the engine has none.
     """
 
     token_ids: list[int]
@@ -86,7 +87,9 @@ def read_load(reply: dict[str, Any]) -> Load:
     return Load(running=running, waiting=waiting, tokens=tokens, capacity_tokens=capacity, prefilled_tokens=prefilled)
 
 
-def read_completion(reply: dict[str, Any], prompt: Sequence[int], sampling: Sampling, shape: ModelShape) -> Completion:
+def read_completion(
+    reply: dict[str, Any], prompt: Sequence[int], sampling: Sampling, shape: ModelShape, routes_from: int = 0
+) -> Completion:
     """Check a reply to `generate`. Raises ValueError, KeyError or TypeError naming what is wrong."""
     ids, meta = reply["output_ids"], reply["meta_info"]
     if not isinstance(ids, list) or len(ids) > sampling.max_new_tokens:
@@ -95,11 +98,12 @@ def read_completion(reply: dict[str, Any], prompt: Sequence[int], sampling: Samp
         raise ValueError("an output id outside the vocabulary")
     if meta["prompt_tokens"] != len(prompt) or meta["completion_tokens"] != len(ids):
         raise ValueError(f"the engine counts {meta['prompt_tokens']} + {meta['completion_tokens']} tokens")
-    routes, route_spans = _routes(meta, len(prompt) + len(ids) - 1, shape)
-    spans = _spans(meta["weight_versions"], len(ids))
+    routes, route_spans = _routes(meta, routes_from, len(prompt) + len(ids) - 1, shape)
+    spans = _spans(meta["weight_versions"], 0, len(ids))
     if routes is not None and not route_spans:
         last = Version.parse(meta["weight_version"])
-        route_spans = _rows_of(spans, len(prompt), last, retracted=bool(meta.get("num_retractions")))
+        rows = _rows_of(spans, len(prompt), last, retracted=bool(meta.get("num_retractions")))
+        route_spans = [s.model_copy(update={"start": max(s.start, routes_from)}) for s in rows if s.end > routes_from]
     return Completion(
         token_ids=ids,
         logprobs=_logprobs(meta["output_token_logprobs"], ids),
@@ -133,12 +137,12 @@ def _logprobs(entries: Any, ids: list[int]) -> NDArray:
     return np.minimum(np.array(values, np.float32), np.float32(0))
 
 
-def _spans(entries: Any, length: int) -> list[Span]:
-    """Spans that cover [0, length) without a gap."""
+def _spans(entries: Any, start: int, end: int) -> list[Span]:
+    """Spans that cover [start, end) without a gap."""
     spans = [Span(start=e["start"], end=e["end"], version=Version.parse(e["version"])) for e in entries]
-    check_spans(spans, length)
-    if sum(span.end - span.start for span in spans) != length:
-        raise ValueError(f"version spans do not cover {length} entries")
+    check_spans(spans, end)
+    if sum(span.end - span.start for span in spans) != end - start or (spans and spans[0].start != start):
+        raise ValueError(f"version spans do not cover {start} to {end}")
     return spans
 
 
@@ -157,13 +161,15 @@ def _rows_of(spans: list[Span], prompt_tokens: int, last: Version, *, retracted:
     return [rows[0].model_copy(update={"start": 0}), *rows[1:]]
 
 
-def _routes(meta: dict[str, Any], rows: int, shape: ModelShape) -> tuple[NDArray | None, list[Span]]:
+def _routes(meta: dict[str, Any], start: int, end: int, shape: ModelShape) -> tuple[NDArray | None, list[Span]]:
+    """Rows [start, end)."""
     if meta.get("routed_experts") is None:
         return None, []
+    rows = end - start
     raw = base64.b64decode(meta["routed_experts"], validate=True)
     if len(raw) != 4 * rows * shape.layers * shape.top_k:
         raise ValueError(f"{len(raw)} bytes of routes for {rows} rows of {shape.layers} x {shape.top_k}")
     everywhere = np.frombuffer(raw, "<i4").reshape(rows, shape.layers, shape.top_k)
     packed = routed.from_engine(everywhere, list(shape.layer_map), shape.experts, shape.top_k)
     versions = meta.get("routed_experts_versions")
-    return packed, _spans(versions, rows) if versions is not None else []
+    return packed, _spans(versions, start, end) if versions is not None else []

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
 from headway.rollout_agent.client import EngineBusy, EngineClient, EngineTrouble
+from headway.rollout_agent.known_routes import KnownRoutes, joined, unknown
 from headway.rollout_agent.replies import Completion, Load, Sampling
+from headway.schemas.errors import InputError, WireError
+from headway.schemas.trajectory import Span
 
 REQUEST_OF_TURN = 0.9
 """A request ends this far into its turn's deadline, so that an engine that hangs is told from a turn that was long."""
 FAILURES_MAX = 2
 """Requests of one turn that may fail: the second is asked of another engine, or of the same after its return."""
 BUSY_WAIT_S = 0.2
+ROWS_S = 20.0
+"""For one token more, when the rows of a prompt must be asked for again; without them, they count as unknown."""
 UNMEASURED = 1 << 20
 """Room in engines that do not say how full they are."""
 log = structlog.get_logger()
@@ -176,6 +182,7 @@ class SessionEngine:
         self._reading = -1
         self._asked: tuple[Place, str] | None = None
         self._aborted = False
+        self._known: KnownRoutes | None = None
         self._go(rotation.best())
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, rid: str, timeout_s: float) -> Completion:
@@ -188,7 +195,7 @@ class SessionEngine:
             place.asked += 1
             try:
                 async with place.unless_gone():
-                    return await place.engine.generate(prompt, sampling, rid=self._asked[1], timeout_s=end_s - clock())
+                    return await self._answer(place, prompt, sampling, self._asked[1], end_s - clock())
             except EngineBusy:
                 place.look.set()
                 if clock() + BUSY_WAIT_S > end_s:
@@ -205,6 +212,37 @@ class SessionEngine:
                 place.asked -= 1
                 self._asked = None
             await asyncio.sleep(BUSY_WAIT_S)
+
+    async def _answer(
+        self, place: Place, prompt: Sequence[int], sampling: Sampling, rid: str, timeout_s: float
+    ) -> Completion:
+        """A completion with all rows, of which the engine sends only those that are not known."""
+        known, self._known = self._known, None
+        rows = known.rows_for(place, place.version, prompt) if known is not None else 0
+        if known is None or not rows:
+            found = await place.engine.generate(prompt, sampling, rid=rid, timeout_s=timeout_s)
+        else:
+            found = await place.engine.generate(prompt, sampling, rid=rid, timeout_s=timeout_s, routes_from=rows)
+            if known.fits(found):
+                found = joined(known.routes, known.spans, found)
+            else:
+                found = await self._routed_again(place, prompt, sampling, rid, rows, found)
+        self._known = KnownRoutes.of(place, prompt, found)
+        return found
+
+    async def _routed_again(
+        self, place: Place, prompt: Sequence[int], sampling: Sampling, rid: str, rows: int, found: Completion
+    ) -> Completion:
+        """With the rows of a prompt that a swap had computed anew, or kept: the engine still has them."""
+        if found.routes is None:
+            return found
+        one = dataclasses.replace(sampling, max_new_tokens=1)
+        routes, spans = unknown(rows, found), [Span(start=0, end=rows, version=found.route_spans[0].version)]
+        with contextlib.suppress(EngineTrouble, WireError, InputError):
+            again = await place.engine.generate(prompt, one, rid=f"{rid}-rows", timeout_s=ROWS_S)
+            if again.routes is not None:
+                routes, spans = again.routes[:rows], again.route_spans
+        return joined(routes, spans, found)
 
     async def abort(self, rid: str) -> None:
         """End the request that is at an engine, or waits for one."""

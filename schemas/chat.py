@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = (
 
 
 def chat_digest(config: Config) -> str:
-    """SHA-256 of what prompts are made by and calls are read by. Raises ConfigError for a folder that cannot be read."""
+    """SHA-256 of what prompts are made by and calls are read by. Raises ConfigError where the folder cannot be read."""
     folder = config.agent.tokenizer
     made_by = [[name, _file_digest(Path(folder) / name)] for name in FILES] if folder else PLAIN_TEMPLATE
     return digest_of(msgpack.packb([config.agent.tool_format, made_by]))

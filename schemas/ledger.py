@@ -85,7 +85,7 @@ class Genesis(Model):
     trainer_key: bytes
     sandbox_key: bytes
     chat: Digest | Literal[""] = ""
-    """Of chat template, tokenizer and tool format (`schemas/chat.py`); empty in runs that began before it was recorded."""
+    """Of chat template, tokenizer and tool format (`schemas/chat.py`); empty in runs from before it was recorded."""
 
 
 class Open(Model):

@@ -1,18 +1,21 @@
 """What an agent costs beside its engine: tokens a second through it, and what 500 sessions do to its event loop.
 
 `overhead`: the sessions of a block go through the agent (leases, turns, checks, rollouts stored in a stream), then the
-very same requests go to the same engine from a bare loop of aiohttp, and so on, alternating. With the local engine,
-which computes on the same cores, and with one that only waits, as a GPU's would look from here.
+very same requests go to the same engine from a bare loop of aiohttp, and so on, alternating; the figure is the median
+of the pairs' ratios. With the local engine, which computes on the same cores, and with one that only waits, as a GPU's
+would look from here.
+`reading`: what a turn's reply costs in a session of 16,384 tokens of a model of 48 layers and 8 experts a token.
 `sessions`: that many sessions at once on one agent, whose engine only waits: how late a timer of its event loop fires,
 while idle and while all sessions run, and the memory that a session costs.
 
-Run: OMP_NUM_THREADS=1 python -P tests/bench/agent.py [--only overhead|sessions] [--json FILE], see --help
+Run: OMP_NUM_THREADS=1 python -P tests/bench/agent.py [--only overhead|sessions|reading] [--json FILE], see --help
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import structlog
 import uvloop
 
@@ -33,6 +37,9 @@ sys.path.insert(0, str(Path(__file__).parent / "lib"))
 from agent_run import running
 
 from headway.bus.server import free_port
+from headway.rollout_agent.known_routes import joined
+from headway.rollout_agent.model_shape import ModelShape
+from headway.rollout_agent.replies import Sampling, read_completion
 from headway.schemas.config import Config, parse_config
 from headway.schemas.messages import Rollout
 
@@ -41,6 +48,8 @@ AT_ONCE, A_BLOCK = 32, 96
 TOKEN_S, LONG_TOKEN_S = 0.02, 0.3
 """What a token takes an engine that only waits: for the overhead, and for many sessions (turns of 2 to 6 s)."""
 LAG_EVERY_S, LAG_S_MAX = 0.005, 0.05
+LONG_TOKENS, NEW_TOKENS = 16384, 512
+"""A prompt and a turn of a long session."""
 TARGET = 0.95
 TOML = """
 [run]
@@ -76,11 +85,17 @@ def fake(config: Config, port: int, token_s: float) -> list[str]:
     ]
 
 
-async def timed(work: Coroutine[Any, Any, Any]) -> tuple[float, float]:
-    """Wall and CPU seconds of this process."""
-    started, cpu = time.perf_counter(), time.process_time()
+async def timed(work: Coroutine[Any, Any, Any], engine_pid: int) -> tuple[float, float, float]:
+    """Wall seconds, and CPU seconds of this process and of the engine."""
+    started, cpu, engine_cpu = time.perf_counter(), time.process_time(), cpu_s(engine_pid)
     await work
-    return time.perf_counter() - started, time.process_time() - cpu
+    return time.perf_counter() - started, time.process_time() - cpu, cpu_s(engine_pid) - engine_cpu
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process, by the scheduler's own account."""
+    ran_ns = [int(stat.read_text().split()[0]) for stat in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(ran_ns) / 1e9
 
 
 def requests_of(rollout: Rollout) -> list[dict[str, Any]]:
@@ -132,7 +147,7 @@ async def overhead(kind: str, blocks: int) -> dict[str, Any]:
 
             async def through_the_agent() -> None:
                 await run.issue(seeds)
-                await run.until_stored(run.issued, 0.005)
+                await run.until_published(run.issued)
 
             await through_the_agent()
             rollouts = sorted(await run.new_rollouts(), key=lambda rollout: int(rollout.task_id[1:]))
@@ -141,22 +156,49 @@ async def overhead(kind: str, blocks: int) -> dict[str, Any]:
             turns = sum(len(requests) for requests in sessions)
             await bare(url, sessions)
             for number in range(blocks):
-                both = [timed(through_the_agent()), timed(bare(url, sessions))]
-                measured = [await work for work in (both if number % 2 else both[::-1])]
-                (agent_s, agent_cpu_s), (bare_s, bare_cpu_s) = measured if number % 2 else measured[::-1]
-                pairs.append(
-                    {
-                        "agent_tok_s": tokens / agent_s,
-                        "bare_tok_s": tokens / bare_s,
-                        "ratio": bare_s / agent_s,
-                        "agent_cpu_ms_a_turn": agent_cpu_s / turns * 1e3,
-                        "bare_cpu_ms_a_turn": bare_cpu_s / turns * 1e3,
+                both = {"agent": through_the_agent(), "bare": bare(url, sessions)}
+                order = ("agent", "bare") if number % 2 else ("bare", "agent")
+                took = {name: await timed(both[name], run.engine_pid) for name in order}
+                pair = {"ratio": took["bare"][0] / took["agent"][0]}
+                for name, (wall_s, cpu, engine_cpu) in took.items():
+                    pair |= {
+                        f"{name}_tok_s": tokens / wall_s,
+                        f"{name}_cpu_ms_a_turn": cpu / turns * 1e3,
+                        f"{name}_engine_cpu_ms_a_turn": engine_cpu / turns * 1e3,
                     }
-                )
+                pairs.append(pair)
     medians = {key: statistics.median(pair[key] for pair in pairs) for key in pairs[0]}
-    spread = [min(p["ratio"] for p in pairs), max(p["ratio"] for p in pairs)]
+    low, _, high = statistics.quantiles((pair["ratio"] for pair in pairs), n=4)
     shape = {"engine": kind, "sessions": A_BLOCK, "at_once": AT_ONCE, "turns": turns, "tokens": tokens}
-    return {**shape, **medians, "ratio_spread": spread, "pairs": pairs}
+    return {**shape, **medians, "ratio_quartiles": [low, high], "pairs": pairs}
+
+
+def reading() -> dict[str, float]:
+    """CPU-ms to read a turn's reply in a long session of a large model: with all rows of routes, and the new ones."""
+    shape = ModelShape(vocab_size=1000, layers=48, layer_map=tuple(range(48)), experts=128, top_k=8)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=1, stop_ids=())
+    prompt, rows = [1] * LONG_TOKENS, LONG_TOKENS + NEW_TOKENS - 1
+    known = np.tile(np.arange(8, dtype=np.uint8), (LONG_TOKENS - NEW_TOKENS, 48, 1))
+    found: dict[str, float] = {}
+    for name, start in (("all", 0), ("new", len(known))):
+        routes = np.tile(np.arange(8, dtype="<i4"), (rows - start, 48, 1))
+        meta = {
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": LONG_TOKENS,
+            "completion_tokens": NEW_TOKENS,
+            "weight_versions": [{"version": "0.1", "start": 0, "end": NEW_TOKENS}],
+            "output_token_logprobs": [[-0.5, 1, None]] * NEW_TOKENS,
+            "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+            "routed_experts_versions": [{"version": "0.1", "start": start, "end": rows}],
+        }
+        body, took = json.dumps({"output_ids": [1] * NEW_TOKENS, "meta_info": meta}).encode(), []
+        for _ in range(5):
+            before = time.process_time()
+            reply = read_completion(json.loads(body), prompt, sampling, shape, start)
+            joined(known[:start], [], reply)
+            took.append((time.process_time() - before) * 1e3)
+        found |= {f"{name}_cpu_ms": statistics.median(took), f"{name}_mb": len(body) / 1e6}
+    return found
 
 
 class Lag:
@@ -233,11 +275,12 @@ async def _until(ready: Callable[[], bool]) -> None:
 
 
 def show_overhead(found: dict[str, Any]) -> None:
-    low, high = found["ratio_spread"]
+    low, high = found["ratio_quartiles"]
     print(
         f"{found['engine']:6} engine: agent {found['agent_tok_s']:6.0f} tok/s, bare {found['bare_tok_s']:6.0f} tok/s, "
-        f"ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f}, {len(found['pairs'])} pairs, due {TARGET}), "
-        f"CPU a turn {found['agent_cpu_ms_a_turn']:.2f} ms, bare {found['bare_cpu_ms_a_turn']:.2f} ms"
+        f"ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}, {len(found['pairs'])} pairs, due {TARGET}), "
+        f"CPU a turn {found['agent_cpu_ms_a_turn']:.2f} ms, bare {found['bare_cpu_ms_a_turn']:.2f} ms, its engine's "
+        f"{found['agent_engine_cpu_ms_a_turn']:.2f} and {found['bare_engine_cpu_ms_a_turn']:.2f} ms"
     )
 
 
@@ -255,20 +298,24 @@ def show_sessions(found: dict[str, Any]) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--sessions", type=int, default=500)
-    parser.add_argument("--only", choices=("overhead", "sessions"))
+    parser.add_argument("--only", choices=("overhead", "sessions", "reading"))
+    parser.add_argument("--engine", choices=("local", "waits"), action="append")
     asked = parser.parse_args()
     gc.collect()
     gc.freeze()  # as a service does when it starts
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     found: dict[str, Any] = {"load": os.getloadavg()}
-    if asked.only != "sessions":
+    if asked.only in (None, "reading"):
+        found["reading"] = reading()
+        print(" ".join(f"{name} {value:.1f}" for name, value in found["reading"].items()))
+    if asked.only in (None, "overhead"):
         found["overhead"] = []
-        for kind in ("local", "waits"):
+        for kind in asked.engine or ("local", "waits"):
             found["overhead"].append(await overhead(kind, asked.blocks))
             show_overhead(found["overhead"][-1])
-    if asked.only != "overhead":
+    if asked.only in (None, "sessions"):
         found["sessions"] = await sessions(asked.sessions)
         show_sessions(found["sessions"])
     if asked.json:

@@ -63,6 +63,42 @@ def test_a_good_reply_is_read_whole() -> None:
     assert (found.stop, found.cached_tokens) == ("stop", 2)
 
 
+def partial(start: int) -> dict[str, Any]:
+    """The good reply to a request for the rows from `start` on."""
+    body = reply()
+    rows = np.arange(ROWS * 6).reshape(ROWS, 3, 2) % 4
+    body["meta_info"] |= {
+        "routed_experts": encoded(rows[start:]),
+        "routed_experts_versions": [{"version": "0.5", "start": start, "end": ROWS}],
+    }
+    return body
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_rows_from_a_place_on_are_those_of_the_whole_reply(told: bool) -> None:
+    whole, body = read_completion(reply(), PROMPT, SAMPLING, SHAPE), partial(2)
+    if not told:
+        del body["meta_info"]["routed_experts_versions"]
+    found = read_completion(body, PROMPT, SAMPLING, SHAPE, 2)
+    assert found.routes is not None
+    assert whole.routes is not None
+    assert found.routes.tolist() == whole.routes[2:].tolist()
+    assert (found.route_spans[0].start, found.route_spans[-1].end) == (2, ROWS)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_rows_from_another_place_than_asked_for_are_refused(start: int) -> None:
+    with pytest.raises(ValueError, match="bytes of routes"):
+        read_completion(partial(start), PROMPT, SAMPLING, SHAPE, 2)
+
+
+def test_versions_of_other_rows_than_asked_for_are_refused() -> None:
+    body = partial(2)
+    body["meta_info"]["routed_experts_versions"] = [{"version": "0.5", "start": 1, "end": ROWS - 1}]
+    with pytest.raises(ValueError, match="do not cover 2 to"):
+        read_completion(body, PROMPT, SAMPLING, SHAPE, 2)
+
+
 def test_rows_without_versions_are_of_the_weights_that_wrote_their_tokens() -> None:
     """SGLang tells no versions of rows: kept KV keeps its rows, a retracted request computes all of them again."""
     body = reply()

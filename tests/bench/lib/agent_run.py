@@ -8,12 +8,13 @@ import os
 import secrets
 import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from nats.aio.msg import Msg
 
 from headway.bus.blobs import ObstoreBlobs
 from headway.bus.connection import Bus
@@ -35,6 +36,8 @@ from headway.weight_sync.publisher import Publisher
 from headway.weight_sync.torch_apply import raw_tensors
 
 ZERO = "0" * 64
+ENGINE_UP_S = 240.0
+"""An engine that imports torch on a busy machine."""
 TRAINER_KEY, SANDBOX_KEY = b"t" * 32, b"s" * 32
 
 
@@ -100,8 +103,25 @@ class AgentRun:
     bus: Bus
     config: Config
     folder: Path
+    engine_pid: int
     issued: int = 0
     read: int = 0
+    published: int = 0
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listen(self) -> None:
+        """Count rollouts as they are published: asking the server for its count would cost the agent's own core."""
+
+        async def count(message: Msg) -> None:
+            self.published += 1
+            self._more.set()
+
+        await self.bus.client.subscribe(self.bus.subjects.rollout("*", "*"), cb=count)
+
+    async def until_published(self, count: int) -> None:
+        while self.published < count:
+            self._more.clear()
+            await self._more.wait()
 
     async def issue(self, seeds: list[int]) -> None:
         """Tasks whose sessions sample what these seeds decide."""
@@ -175,12 +195,14 @@ async def running(config: Config, folder: Path, engine: list[str], port: int) ->
     processes = [subprocess.Popen(command) for command in (server.command(), engine)]  # noqa: ASYNC220
     try:
         await wait_listening(server.port)
-        await wait_listening(port, 60)
+        await wait_listening(port, ENGINE_UP_S)
         store = ObstoreBlobs.open(str(folder / "store"))
         async with await Bus.connect(server.url, config.run.name, token=server.token, store=store) as bus:
             await Topology(run=config.run.name, ack_wait_s=config.dispatch.ack_wait_s).apply(bus.js)
             await _begin(bus, config)
-            yield AgentRun(bus=bus, config=config, folder=folder)
+            run = AgentRun(bus=bus, config=config, folder=folder, engine_pid=processes[1].pid)
+            await run.listen()
+            yield run
     finally:
         await asyncio.sleep(0.1)
         for process in processes:

@@ -79,7 +79,8 @@ class FakeEngine:
         self._running += 1
         await asyncio.sleep(self._token_s * len(ids) * random.uniform(0.9, 1.1))
         self._running -= 1
-        rows = len(prompt) + len(ids) - 1
+        end, start = len(prompt) + len(ids) - 1, body.get("routed_experts_start_len", 0)
+        rows = end - start
         routes = np.tile(np.arange(self._top_k, dtype="<i4"), (rows, self._layers, 1))
         span = {"version": self._version, "start": 0}
         meta: dict[str, Any] = {
@@ -90,7 +91,7 @@ class FakeEngine:
             "weight_versions": [span | {"end": len(ids)}],
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
             "routed_experts": base64.b64encode(routes.tobytes()).decode(),
-            "routed_experts_versions": [span | {"end": rows}],
+            "routed_experts_versions": [span | {"start": start, "end": end}],
         }
         return await _json({"output_ids": ids, "meta_info": meta})
 
