@@ -246,8 +246,8 @@ def _grouped(
 ) -> Tensor:
     h, kv, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = linear(x, w.wqkv, numerics).view(-1, h + 2 * kv, width)
-    qk, v = qk_norm_rotary(qkv, w.qk_norm, rotary, config.rms_norm_eps, numerics)
-    return linear(attention(n, qk[:, :h], qk[:, h:], v).to(x.dtype), w.wo, numerics)
+    q, k, v = qk_norm_rotary(qkv, w.qk_norm, rotary, config.rms_norm_eps, numerics)
+    return linear(attention(n, q, k, v).to(x.dtype), w.wo, numerics)
 
 
 def _latent(

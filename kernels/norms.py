@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, numerics: Numerics = INVARIA
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
-def _qk_norm_rotary(qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _qk_norm_rotary(qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, heads, width = qkv.shape[0], *weight.shape
     qk, scale = qkv.new_empty(n, heads, width), qkv.new_empty(n, heads, 1, dtype=torch.float32)
     for narrow, s, turn, to in in_blocks(heads * width, qkv[:, :heads], scale, rotary, qk):
@@ -85,33 +85,35 @@ def _qk_norm_rotary(qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> 
         torch.view_as_complex(normed.unflatten(-1, (-1, 2))).mul_(turn)
         if normed is not to:
             to.copy_(normed)
-    return qk, qkv[:, heads:].contiguous(), scale
+    values = qkv[:, heads:].contiguous()
+    return qk[:, : -values.shape[1]], qk[:, -values.shape[1] :], values, scale
 
 
 class _QkNormRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        qk, v, scale = _qk_norm_rotary(qkv, weight, rotary, eps)
+    def forward(ctx: Any, qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float) -> tuple[Tensor, ...]:
+        *found, scale = _qk_norm_rotary(qkv, weight, rotary, eps)
         ctx.save_for_backward(qkv, weight, rotary, scale)
-        return qk, v
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         qkv, weight, rotary, scale = ctx.saved_tensors
         heads, width = weight.shape
         d_qkv, d_weight = torch.empty_like(qkv), weight.new_zeros(weight.shape, dtype=torch.float32)
-        parts = (grads[0], qkv[:, :heads], scale, rotary.conj().resolve_conj(), d_qkv[:, :heads])
-        for g, narrow, s, back, out in in_blocks(heads * width, *parts):
-            turned = torch.view_as_complex(g.float().unflatten(-1, (-1, 2))) * back
-            _norm_backward(torch.view_as_real(turned).flatten(-2), weight, narrow.float(), s, d_weight, out)
-        d_qkv[:, heads:] = grads[1]
+        parts = (*grads[:2], qkv[:, :heads], scale, rotary.conj().resolve_conj(), d_qkv[:, :heads])
+        for d_q, d_k, narrow, s, back, out in in_blocks(heads * width, *parts):
+            grad = torch.cat([d_q, d_k], 1).float()
+            torch.view_as_complex(grad.unflatten(-1, (-1, 2))).mul_(back)
+            _norm_backward(grad, weight, narrow.float(), s, d_weight, out)
+        d_qkv[:, heads:] = grads[2]
         return d_qkv, d_weight.to(weight.dtype), None, None
 
 
 def qk_norm_rotary(
     qkv: Tensor, weight: Tensor, rotary: Tensor, eps: float, numerics: Numerics = INVARIANT
-) -> tuple[Tensor, Tensor]:
-    """Norm and turn the first heads of qkv [N, H + 2K, D]; returns them [N, H + K, D] and the values [N, K, D].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and turn the first heads of qkv [N, H + 2K, D]: queries [N, H, D], keys [N, K, D] and values [N, K, D].
 
     weight [H + K, D]; rotary [N, 1, D / 2] complex64, pairs adjacent.
     """
@@ -121,7 +123,9 @@ def qk_norm_rotary(
         heads, width = weight.shape
         flat = qkv[:, :heads].float().reshape(-1, width)
         normed = triton_ops.rms_norm(flat, torch.ones_like(flat[0]), eps).view(-1, heads, width) * weight
-        return rotate(normed, rotary).to(qkv.dtype), qkv[:, heads:].contiguous()
+        values = qkv[:, heads:].contiguous()
+        turned = rotate(normed, rotary).to(qkv.dtype)
+        return *turned.split([heads - values.shape[1], values.shape[1]], 1), values
     if not torch.is_grad_enabled():
-        return _qk_norm_rotary(qkv, weight, rotary, eps)[:2]
+        return _qk_norm_rotary(qkv, weight, rotary, eps)[:3]
     return _QkNormRotary.apply(qkv, weight, rotary, eps)  # type: ignore[no-any-return]

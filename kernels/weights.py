@@ -20,12 +20,13 @@ from headway.kernels.rotary import rotary_table
 
 class _RoundThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, master: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.view_as(rounded)
+    def forward(ctx: Any, rounded: list[Tensor], *masters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(rounded)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *grads
 
 
 def round_through(masters: Mapping[str, Tensor], rollout: RolloutDtype) -> dict[str, Tensor]:
@@ -34,7 +35,8 @@ def round_through(masters: Mapping[str, Tensor], rollout: RolloutDtype) -> dict[
     The gradient passes the rounding unchanged (straight-through estimator, Bengio et al. 2013).
     """
     rounded = dequantise(to_rollout(masters, rollout), torch.float32)
-    return {name: _RoundThrough.apply(w, rounded[name]) for name, w in masters.items()}
+    through = _RoundThrough.apply([rounded[name] for name in masters], *masters.values())
+    return dict(zip(masters, through, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
