@@ -6,17 +6,19 @@ Mind that numba's cache notices a change of the file of the function it compiled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from headway.weight_sync.sparse import CLASSES_MAX
+from headway.weight_sync.sparse import CLASS_KEYS, CLASSES_MAX
 
-BLOCK, WORDS = 64, 4
+BLOCK, WORDS = 64, 8
 SPAN = WORDS * BLOCK
+PLANES = (CLASSES_MAX - 1).bit_length()
 _WORD = ir.IntType(64)
 
 outer = njit(nogil=True, cache=True, error_model="numpy")
@@ -34,17 +36,9 @@ def _vector(array_type: Any) -> Any:
     return ir.VectorType(ir.IntType(array_type.dtype.bitwidth), BLOCK)
 
 
-def _magnitude(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """64 lanes of the first argument, from the second one on, without their signs."""
-    vector = _vector(signature.args[0])
-    lanes = _load(context, builder, signature.args[0], args[0], args[1], vector)
-    most = ir.Constant(vector.element, (1 << (vector.element.width - 1)) - 1)
-    return builder.and_(lanes, _splat(builder, most, vector))
-
-
 def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), None))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
 @intrinsic
@@ -58,28 +52,6 @@ def differ(typing: Any, a: Any, b: Any, at: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", left, right), _WORD)
 
     return types.uint64(a, b, types.intp), code
-
-
-def _is_member(context: Any, builder: Any, signature: Any, args: Any, at: Any) -> Any:
-    """Mask of the 64 elements from `at` on with floors[c + 1] <= magnitude < floors[c]; args: lanes, _, floors, c."""
-    magnitude = _magnitude(context, builder, signature, (args[0], at))
-    element = magnitude.type.element
-    upper = _load(context, builder, signature.args[2], args[2], args[3], element)
-    following = builder.add(args[3], ir.Constant(_WORD, 1))
-    lower = _load(context, builder, signature.args[2], args[2], following, element)
-    above = builder.sub(magnitude, _splat(builder, lower, magnitude.type))
-    hit = builder.icmp_unsigned("<", above, _splat(builder, builder.sub(upper, lower), magnitude.type))
-    return builder.bitcast(hit, _WORD)
-
-
-@intrinsic
-def members(typing: Any, lanes: Any, at: Any, floors: Any, c: Any) -> Any:
-    """Which of the 64 elements from `at` on are of class `c`."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _is_member(context, builder, signature, args, args[1])
-
-    return types.uint64(lanes, types.intp, floors, types.intp), code
 
 
 @intrinsic
@@ -99,48 +71,127 @@ def prefetch(typing: Any, lanes: Any, at: Any) -> Any:
     return types.void(lanes, types.intp), code
 
 
-def _hits(context: Any, builder: Any, signature: Any, args: Any, starts: list[Any]) -> Iterator[tuple[int, list[Any]]]:
-    magnitudes = [_magnitude(context, builder, signature, (args[0], start)) for start in starts]
-    for i in range(1, CLASSES_MAX):
-        place = ir.Constant(_WORD, i)
-        floor = _load(context, builder, signature.args[2], args[2], place, magnitudes[0].type.element)
-        least = _splat(builder, floor, magnitudes[0].type)
-        found = [builder.icmp_unsigned(">=", magnitude, least) for magnitude in magnitudes]
-        yield i, [builder.bitcast(hit, _WORD) for hit in found]
+@intrinsic
+def classify(typing: Any, lanes: Any, at: Any, top: Any, last: Any, masks: Any, upto: Any) -> Any:
+    """Which of the 512 elements from `at` on are of each class, as `masks` (uint64 [8, 8]: class, then word).
+
+    A class is (top - key) // CLASS_KEYS within 0 ... `last`. `upto` (int64 [8, 8]) says how many of a class there
+    are up to the end of each word, and in its last word how many there were before the call.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = ir.VectorType(_WORD, WORDS)
+        planes = [cgutils.alloca_once(builder, words) for _ in range(PLANES)]
+        for word in range(WORDS):
+            start = builder.add(args[1], ir.Constant(_WORD, word * BLOCK))
+            classes = _classes(context, builder, signature.args[0], args[0], start, args[2], args[3])
+            for bit, plane in enumerate(planes):
+                has = builder.and_(classes, ir.Constant(classes.type, [1 << bit] * BLOCK))
+                mask = builder.bitcast(builder.icmp_unsigned("!=", has, ir.Constant(classes.type, None)), _WORD)
+                place = builder.bitcast(plane, _WORD.as_pointer())
+                builder.store(mask, builder.gep(place, [ir.Constant(_WORD, word)]))
+        held = [builder.load(plane) for plane in planes]
+        sides = [(builder.not_(plane), plane) for plane in held]
+        rows = [
+            builder.bitcast(context.make_array(signature.args[i])(context, builder, args[i]).data, words.as_pointer())
+            for i in (4, 5)
+        ]
+        for c in range(CLASSES_MAX):
+            members = sides[0][c & 1]
+            for bit in range(1, PLANES):
+                members = builder.and_(members, sides[bit][c >> bit & 1])
+            mask_at, upto_at = (builder.gep(row, [ir.Constant(_WORD, c)]) for row in rows)
+            builder.store(members, mask_at, align=8)
+            before = builder.load(
+                builder.gep(builder.bitcast(upto_at, _WORD.as_pointer()), [ir.Constant(_WORD, WORDS - 1)])
+            )
+            count = cgutils.get_or_insert_function(builder.module, ir.FunctionType(words, [words]), "llvm.ctpop.v8i64")
+            total = _running(builder, builder.call(count, [members]))
+            builder.store(builder.add(total, _splat(builder, before, words)), upto_at, align=8)
+        return context.get_dummy_value()
+
+    return types.void(lanes, types.intp, types.int64, types.int64, masks, upto), code
+
+
+def _classes(context: Any, builder: Any, array_type: Any, lanes: Any, at: Any, top: Any, last: Any) -> Any:
+    """The classes of 64 lanes, a byte each."""
+    small, vector = ir.IntType(8), _vector(array_type)
+    bytes_ = ir.VectorType(small, BLOCK)
+    bits = vector.element.width
+    values = _load(context, builder, array_type, lanes, at, vector)
+    keys = builder.lshr(
+        builder.shl(values, ir.Constant(vector, [1] * BLOCK)), ir.Constant(vector, [max(bits - 8, 4)] * BLOCK)
+    )
+    if bits > 8:
+        keys = builder.trunc(keys, bytes_)
+    tops, lasts = (_splat(builder, builder.trunc(value, small), bytes_) for value in (top, last))
+    none = ir.Constant(bytes_, None)
+    below = builder.select(builder.icmp_unsigned(">", tops, keys), builder.sub(tops, keys), none)
+    classes = builder.udiv(below, ir.Constant(bytes_, [CLASS_KEYS] * BLOCK))
+    return builder.select(builder.icmp_unsigned("<", classes, lasts), classes, lasts)
+
+
+def _running(builder: Any, words: Any) -> Any:
+    """Each word plus all before it."""
+    none = ir.Constant(words.type, None)
+    step = 1
+    while step < WORDS:
+        picks = ir.Constant(
+            ir.VectorType(ir.IntType(32), WORDS), [i - step + WORDS if i >= step else i for i in range(WORDS)]
+        )
+        words = builder.add(words, builder.shuffle_vector(none, words, picks))
+        step *= 2
+    return words
+
+
+def _row(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """A pointer to eight words from element `at` of an array on."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), ir.VectorType(_WORD, WORDS).as_pointer())
 
 
 @intrinsic
-def count_reach(typing: Any, lanes: Any, at: Any, floors: Any, reached: Any) -> Any:
-    """Add to `reached` (int32 [9]) how many of the 64 elements from `at` on reach each of the floors 1 ... 7."""
+def upto_rank(typing: Any, words: Any, at: Any, rank: Any) -> Any:
+    """How many of the eight words from `at` on are at most `rank`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        totals = context.make_array(signature.args[3])(context, builder, args[3]).data
-        for i, (word,) in _hits(context, builder, signature, args, [args[1]]):
-            ones = builder.trunc(builder.ctpop(word), ir.IntType(32))
-            total = builder.gep(totals, [ir.Constant(_WORD, i)])
-            builder.store(builder.add(builder.load(total), ones), total)
-        return context.get_dummy_value()
+        held = builder.load(_row(context, builder, signature.args[0], args[0], args[1]), align=8)
+        small = builder.icmp_signed("<=", held, _splat(builder, args[2], held.type))
+        return builder.zext(builder.ctpop(builder.bitcast(small, ir.IntType(WORDS))), _WORD)
 
-    return types.void(lanes, types.intp, floors, reached), code
+    return types.int64(words, types.intp, types.int64), code
 
 
 @intrinsic
-def note_reach(typing: Any, lanes: Any, at: Any, floors: Any, words: Any, reached: Any) -> Any:
-    """For the 256 elements from `at` on: how many reach each of the floors 1 ... 7, and which (words uint64 [9, 4])."""
+def put_run(typing: Any, words: Any, at: Any, first: Any) -> Any:
+    """Write `first`, `first` + 1, ... to the eight words from `at` on."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        masks = context.make_array(signature.args[3])(context, builder, args[3]).data
-        totals = context.make_array(signature.args[4])(context, builder, args[4]).data
-        starts = [builder.add(args[1], ir.Constant(_WORD, block * BLOCK)) for block in range(WORDS)]
-        for i, found in _hits(context, builder, signature, args, starts):
-            total = ir.Constant(_WORD, 0)
-            for block, word in enumerate(found):
-                builder.store(word, builder.gep(masks, [ir.Constant(_WORD, i * WORDS + block)]))
-                total = builder.add(total, builder.ctpop(word))
-            builder.store(builder.trunc(total, ir.IntType(32)), builder.gep(totals, [ir.Constant(_WORD, i)]))
+        run = ir.Constant(ir.VectorType(_WORD, WORDS), list(range(WORDS)))
+        values = builder.add(_splat(builder, args[2], run.type), run)
+        builder.store(values, _row(context, builder, signature.args[0], args[0], args[1]), align=8)
         return context.get_dummy_value()
 
-    return types.void(lanes, types.intp, floors, words, reached), code
+    return types.void(words, types.intp, types.int64), code
+
+
+@intrinsic
+def put_bits(typing: Any, words: Any, at: Any, mask: Any, first: Any) -> Any:
+    """Write `first` plus the number of each of the four lowest bits set to four words from `at` on; the other bits.
+
+    What is written for bits that there are not means nothing. Four at once, since a loop's end cannot be foreseen.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        mask = args[2]
+        for i in range(4):
+            place = builder.add(args[3], builder.cttz(mask, ir.Constant(ir.IntType(1), 0)))
+            builder.store(place, builder.gep(data, [builder.add(args[1], ir.Constant(_WORD, i))]))
+            mask = builder.and_(mask, builder.sub(mask, ir.Constant(_WORD, 1)))
+        return mask
+
+    return types.uint64(words, types.intp, types.uint64, types.int64), code
 
 
 @intrinsic
@@ -171,3 +222,33 @@ def word_at(typing: Any, raw: Any, at: Any) -> Any:
         return _load(context, builder, signature.args[0], args[0], args[1], _WORD)
 
     return types.uint64(raw, types.intp), code
+
+
+@intrinsic
+def put_word(typing: Any, raw: Any, at: Any, word: Any) -> Any:
+    """Write eight bytes from `at` on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        builder.store(args[2], builder.bitcast(builder.gep(data, [args[1]]), _WORD.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(raw, types.intp, types.uint64), code
+
+
+@intrinsic
+def select(typing: Any, word: Any, rank: Any) -> Any:
+    """The number of the set bit below which `rank` bits are set, which there is."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one = builder.shl(ir.Constant(_WORD, 1), args[1])
+        deposit = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_WORD, [_WORD, _WORD]), "llvm.x86.bmi.pdep.64"
+        )
+        return builder.cttz(builder.call(deposit, [one, args[0]]), ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64, types.int64), code
+
+
+HAS_DEPOSIT = "+bmi2" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""Whether `select` is an instruction of this processor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.weight_sync.lanes_llvm import inner, lowest, outer, word_at
+from headway.weight_sync.lanes_llvm import inner, lowest, outer, put_word, word_at
 from headway.weight_sync.rice import I64, K_MAX, U8
 
 _ONE = np.uint64(1)
@@ -12,7 +12,7 @@ _ONE = np.uint64(1)
 
 @outer
 def pack(values: I64, group: int, out: U8, start: int) -> int:
-    """Write a list to `out` from `start` on; where it ends."""
+    """Write a list to `out` from `start` on, and up to eight bytes after it; where it ends."""
     n = len(values)
     n_groups = -(-n // group)
     low_bits, unary_bits = 0, n
@@ -32,24 +32,28 @@ def pack(values: I64, group: int, out: U8, start: int) -> int:
     low_at = start + n_groups
     unary_at = low_at + (low_bits + 7) // 8
     end = unary_at + (unary_bits + 7) // 8
-    for i in range(unary_at, end):
-        out[i] = 0
-    held, filled, bit = np.uint64(0), 0, unary_at * 8 - 1
+    held, filled = np.uint64(0), 0
     for g in range(n_groups):
         k = np.int64(out[start + g])
         mask = (1 << k) - 1
         for v in values[g * group : (g + 1) * group]:
-            bit += (v >> k) + 1
-            out[bit >> 3] |= np.uint8(1 << (bit & 7))
             held |= np.uint64(v & mask) << np.uint64(filled)
             filled += k
-            while filled >= 8:
-                out[low_at] = held & np.uint64(255)
-                held >>= np.uint64(8)
-                low_at += 1
-                filled -= 8
-    if filled > 0:
-        out[low_at] = held & np.uint64(255)
+            put_word(out, low_at, held)  # beyond what is filled lies only what is written later
+            low_at += filled >> 3
+            held >>= np.uint64(filled & ~7)
+            filled &= 7
+    held, bit = np.uint64(0), -1
+    for g in range(n_groups):
+        k = np.int64(out[start + g])
+        for v in values[g * group : (g + 1) * group]:
+            bit += (v >> k) + 1
+            while bit >= 64:
+                put_word(out, unary_at, held)
+                held, unary_at, bit = np.uint64(0), unary_at + 8, bit - 64
+            held |= _ONE << np.uint64(bit)
+    if n > 0:
+        put_word(out, unary_at, held)
     return end
 
 

@@ -1,7 +1,9 @@
 """`sparse.encode` and `sparse.changes` as compiled loops (numba), without the GIL. The bytes are the same.
 
-Elements are looked at 64 at a time (`lanes_llvm`): which differ is a mask, how many are of a class a
-population count. Compiled at the first call of each element width and kept on disk by numba.
+Elements are looked at 64 at a time (`lanes_llvm`): which differ is a mask, how many are of a class a population count.
+Where changes lie cannot be foreseen, so a loop that ends with them costs more than what it does: they are first listed
+for 512 elements without a branch, then worked on in one loop. Compiled at the first call of each element width and
+kept on disk by numba.
 """
 
 from __future__ import annotations
@@ -9,20 +11,24 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.weight_sync.lanes_llvm import (
     BLOCK,
+    HAS_DEPOSIT,
     SPAN,
     WORDS,
-    count_reach,
+    classify,
     differ,
     inner,
-    lowest,
-    members,
-    note_reach,
     ones,
     outer,
     prefetch,
+    put_bits,
+    put_run,
+    put_word,
+    select,
+    upto_rank,
     word_at,
 )
 from headway.weight_sync.rice import I32, I64, U8
@@ -41,33 +47,25 @@ from headway.weight_sync.sparse import (
 )
 
 HEAD_SIZE = HEAD.size
-AHEAD = 2048
+CLASS_BITS = (CLASSES_MAX - 1).bit_length()
+AHEAD = 1024
 """How many elements ahead memory is asked for: hardware stops at each page."""
 OUT_BYTES_EACH = 20
 """A change takes at most a sign and three numbers of 34 bits, and a parameter of its own for each."""
 
-NEVER = np.int32(1 << 30)
-"""More than a chunk has elements."""
+NEVER = np.int64(1 << 60)
+"""Above every rank."""
+
+Notes = NDArray[np.int64]
 
 _THREAD = threading.local()
 """Each thread keeps room for notes of changes and for a payload: fresh pages for every chunk cost a quarter."""
-_NONE = np.empty(0, np.int64)
+_NO_NOTES, _NONE = np.empty((CLASSES_MAX, 0), np.int64), np.empty(0, np.uint8)
 _ONE = np.uint64(1)
 _PAIRS, _QUADS, _NIBBLES = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
 _BYTES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
 _SELECT = np.array([[*(i for i in range(8) if byte >> i & 1), *[0] * 8][:8] for byte in range(256)], np.uint8)
 """[byte, rank] -> the number of that set bit."""
-
-
-@inner
-def _floors(lanes: Lanes, top: int, classes: int) -> Lanes:
-    """The least magnitude of each class (lanes [9], above all at 0); 0 for the last one and those that don't exist."""
-    floors = np.zeros(CLASSES_MAX + 1, lanes.dtype)
-    most, shift = (1 << (8 * lanes.itemsize - 1)) - 1, _shift(lanes)
-    floors[0] = most + 1
-    for c in range(classes - 1):
-        floors[c + 1] = min(max((top - CLASS_KEYS * (c + 1) + 1) << shift, 0), most + 1)
-    return floors
 
 
 @inner
@@ -78,64 +76,76 @@ def _shift(lanes: Lanes) -> int:
 
 @inner
 def _class_of(lane: int, lanes: Lanes, top: int, classes: int) -> int:
-    key = (np.int64(lane) & ((1 << (8 * lanes.itemsize - 1)) - 1)) >> _shift(lanes)
+    key = (lane & ((1 << (8 * lanes.itemsize - 1)) - 1)) >> _shift(lanes)
     return min(max(top - key, 0) // CLASS_KEYS, classes - 1)
 
 
 @inner
-def _find(old: Lanes, new: Lanes, top: int, classes: int, scratch: I64) -> tuple[int, I64, I64, I64, I64]:
-    """As in `sparse`, after the number of changes; -1 when `scratch` is too short for them.
+def _find(old: Lanes, new: Lanes, top: int, classes: int, limit: int, notes: Notes) -> tuple[int, I64, I64]:
+    """How many elements differ, of how many in each class, and of those how many differ; -1 when above `limit`.
 
-    A change is noted in `scratch` as difference (32 bits), rank in its class (28), class (4).
+    A row of `notes` for each class takes its changes in order: difference (32 bits), gap (32).
     """
-    n, bits = len(old), 8 * old.itemsize
-    counts, sizes = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
-    floors, reached = _floors(old, top, classes), np.zeros(CLASSES_MAX + 1, np.int32)
-    whole, m = n - n % BLOCK, 0
-    for at in range(0, whole, BLOCK):
-        prefetch(old, at + AHEAD)
-        prefetch(new, at + AHEAD)
-        word = differ(old, new, at)
-        while word != 0:
-            if m == len(scratch):
-                return -1, sizes, counts, sizes, sizes
-            i = at + lowest(word)
-            c, rank = 0, i
-            if classes > 1:
-                c = _class_of(old[i], old, top, classes)
-                below = (word & (~word + _ONE)) - _ONE
-                rank = reached[c + 1] - reached[c] + ones(members(old, at, floors, c) & below)
-            word &= word - _ONE
-            scratch[m] = (np.int64(new[i]) - np.int64(old[i])) << 32 | rank << 4 | c
-            counts[c] += 1
-            m += 1
+    n = len(old)
+    counts, last, sizes = np.zeros(classes, np.int64), np.full(classes, -1, np.int64), np.zeros(classes, np.int64)
+    masks, upto = np.full((CLASSES_MAX, WORDS), ~np.uint64(0)), np.zeros((CLASSES_MAX, WORDS), np.int64)
+    spots, whole, m = np.empty(SPAN + 4, np.int64), n - n % SPAN, 0
+    for at in range(0, whole, SPAN):
         if classes > 1:
-            count_reach(old, at, floors, reached)
-        reached[CLASSES_MAX] = at + BLOCK
-    for c in range(classes):
-        sizes[c] = reached[c + 1] - reached[c] if classes > 1 else whole
-    for i in range(whole, n):
-        c = _class_of(old[i], old, top, classes)
-        if old[i] != new[i]:
-            if m == len(scratch):
-                return -1, sizes, counts, sizes, sizes
-            scratch[m] = (np.int64(new[i]) - np.int64(old[i])) << 32 | sizes[c] << 4 | c
+            classify(old, at, top, classes - 1, masks, upto)
+        found = 0
+        for w in range(WORDS):
+            start = at + w * BLOCK
+            prefetch(old, start + AHEAD)
+            prefetch(new, start + AHEAD)
+            word = differ(old, new, start)
+            rest, filled = put_bits(spots, found, word, w * BLOCK), found
+            while rest != 0:
+                filled += 4
+                rest = put_bits(spots, filled, rest, w * BLOCK)
+            found += ones(word)
+            if classes == 1:
+                upto[0, w] = start + BLOCK
+        for k in range(found):
+            spot = spots[k]
+            lane = np.int64(old[at + spot])
+            c, w = _class_of(lane, old, top, classes), spot >> 6
+            rank = upto[c, w] - ones(masks[c, w] >> np.uint64(spot & 63))
+            notes[c, counts[c]] = (np.int64(new[at + spot]) - lane) << 32 | (rank - last[c] - 1)
             counts[c] += 1
+            last[c] = rank
+        m += found
+        if m > limit:
+            return -1, sizes, counts
+    for c in range(classes):
+        sizes[c] = upto[c, WORDS - 1]
+    for i in range(whole, n):
+        lane = np.int64(old[i])
+        c = _class_of(lane, old, top, classes)
+        if lane != np.int64(new[i]):
+            notes[c, counts[c]] = (np.int64(new[i]) - lane) << 32 | (sizes[c] - last[c] - 1)
+            counts[c] += 1
+            last[c] = sizes[c]
             m += 1
         sizes[c] += 1
-    cursors, last = np.cumsum(counts) - counts, np.full(classes, -1, np.int64)
-    gaps, diffs = np.empty(m, np.int64), np.empty(m, np.int64)
-    for note in scratch[:m]:
-        c, rank = note & 15, note >> 4 & 0xFFFFFFF
-        gaps[cursors[c]] = rank - last[c] - 1
-        diffs[cursors[c]] = (note >> 32) << (64 - bits) >> (64 - bits)
-        last[c] = rank
-        cursors[c] += 1
-    return m, sizes, counts, gaps, diffs
+    return m if m <= limit else -1, sizes, counts
 
 
 @inner
-def _select(word: int, rank: int) -> int:
+def _sorted(lanes: Lanes, m: int, counts: I64, notes: Notes) -> tuple[I64, I64]:
+    """(gaps, signed differences) of `m` changes, class by class."""
+    gaps, diffs, unused = np.empty(m, np.int64), np.empty(m, np.int64), 64 - 8 * lanes.itemsize
+    j = 0
+    for c in range(len(counts)):
+        for i in range(counts[c]):
+            gaps[j] = notes[c, i] & 0xFFFFFFFF
+            diffs[j] = (notes[c, i] >> 32) << unused >> unused
+            j += 1
+    return gaps, diffs
+
+
+@inner
+def _select_by_halves(word: int, rank: int) -> int:
     """The number of the set bit below which `rank` bits are set (Vigna, "Broadword rank/select", 2008)."""
     sums = word - ((word >> _ONE) & _PAIRS)
     sums = (sums & _QUADS) + ((sums >> np.uint64(2)) & _QUADS)
@@ -145,62 +155,76 @@ def _select(word: int, rank: int) -> int:
     return np.int64(byte) + _SELECT[np.int64(word >> byte & np.uint64(255)), rest]
 
 
+_select = select if HAS_DEPOSIT else _select_by_halves
+
+
 @inner
-def _locate(lanes: Lanes, top: int, counts: I64, gaps: I64) -> tuple[bool, I32]:
-    """Positions (int32 [changed]) of changes given class by class; false when one lies beyond its class."""
+def _locate(lanes: Lanes, top: int, counts: I64, gaps: I64, diffs: I64) -> tuple[bool, I32, Lanes]:
+    """Positions (int32 [changed]), new values of changes given class by class; false when one is beyond its class."""
     n, classes = len(lanes), len(counts)
-    places = np.empty(len(gaps), np.int32)
+    places, values = np.empty(len(gaps), np.int32), np.empty(len(gaps), lanes.dtype)
     if classes == 1:
         at = -1
         for j in range(len(gaps)):
             at += gaps[j] + 1
             if at >= n:
-                return False, places
-            places[j] = at
-        return True, places
-    ends = np.cumsum(counts)
-    cursors = ends - counts
-    left = np.full(CLASSES_MAX, NEVER, np.int32)  # members of each class that are passed before its next change
-    for c in range(classes):
-        if counts[c] > 0:
-            left[c] = gaps[cursors[c]]
-    floors = _floors(lanes, top, classes)
-    words, reached = np.full((CLASSES_MAX + 1, WORDS), ~np.uint64(0)), np.full(CLASSES_MAX + 1, SPAN, np.int32)
-    words[0], reached[0], upto = 0, 0, np.zeros(WORDS, np.int64)
-    whole = n - n % SPAN
+                return False, places, values
+            places[j], values[j] = at, np.int64(lanes[at]) + diffs[j]
+        return True, places, values
+    ranks, cursors = _ranks(counts, gaps)
+    due = np.empty(SPAN + 2 * WORDS, np.int64)
+    masks, upto = np.zeros((CLASSES_MAX, WORDS), np.uint64), np.zeros((CLASSES_MAX, WORDS), np.int64)
+    whole, flat_upto = n - n % SPAN, upto.reshape(-1)
     for at in range(0, whole, SPAN):
-        for block in range(at, at + SPAN, BLOCK):
-            prefetch(lanes, block + AHEAD)
-        note_reach(lanes, at, floors, words, reached)
-        hit = 0
+        for start in range(at, at + SPAN, BLOCK):
+            prefetch(lanes, start + AHEAD)
+        classify(lanes, at, top, classes - 1, masks, upto)
+        found = 0
         for c in range(CLASSES_MAX):
-            left[c] -= reached[c + 1] - reached[c]
-            hit |= (left[c] < 0) << c
-        while hit != 0:
-            c = lowest(np.uint64(hit))
-            hit &= hit - 1
-            of_class = reached[c + 1] - reached[c]
-            w0, w1, w2 = words[c + 1, 0] & ~words[c, 0], words[c + 1, 1] & ~words[c, 1], words[c + 1, 2] & ~words[c, 2]
-            upto[1] = ones(w0)
-            upto[2] = upto[1] + ones(w1)
-            upto[3] = upto[2] + ones(w2)
-            j, end = cursors[c], ends[c]
-            while left[c] < 0:
-                rank = left[c] + of_class
-                i = (rank >= upto[1]) + (rank >= upto[2]) + (rank >= upto[3])  # branches would be mispredicted
-                places[j] = at + i * BLOCK + _select(words[c + 1, i] & ~words[c, i], rank - upto[i])
-                j += 1
-                left[c] = left[c] + gaps[j] + 1 if j < end else NEVER
-            cursors[c] = j
+            bound = (upto[c, WORDS - 1] << CLASS_BITS) - 1
+            more = WORDS
+            while more == WORDS:
+                put_run(due, found, cursors[c])
+                more = upto_rank(ranks, cursors[c], bound)
+                found += more
+                cursors[c] += more
+        for k in range(found):
+            place = due[k]
+            c, rank = ranks[place] & (CLASSES_MAX - 1), ranks[place] >> CLASS_BITS
+            w, j = upto_rank(flat_upto, c * WORDS, rank), place - c * WORDS
+            members = masks[c, w]
+            i = at + w * BLOCK + _select(members, rank - upto[c, w] + ones(members))
+            places[j], values[j] = i, np.int64(lanes[i]) + diffs[j]
+    sizes = upto[:, WORDS - 1].copy()
     for at in range(whole, n):
-        c = _class_of(lanes[at], lanes, top, classes)
-        if left[c] == 0:
-            places[cursors[c]] = at
+        c = _class_of(np.int64(lanes[at]), lanes, top, classes)
+        if ranks[cursors[c]] >> CLASS_BITS == sizes[c]:
+            j = cursors[c] - c * WORDS
+            places[j], values[j] = at, np.int64(lanes[at]) + diffs[j]
             cursors[c] += 1
-            left[c] = gaps[cursors[c]] if cursors[c] < ends[c] else NEVER
-        else:
-            left[c] -= 1
-    return bool((cursors == ends).all()), places
+        sizes[c] += 1
+    for c in range(classes):
+        if ranks[cursors[c]] != NEVER:
+            return False, places, values
+    return True, places, values
+
+
+@inner
+def _ranks(counts: I64, gaps: I64) -> tuple[I64, I64]:
+    """Each change's rank in its class, times CLASSES_MAX, plus its class; WORDS times NEVER after each class.
+
+    And where each of CLASSES_MAX classes begins there, always WORDS times its number later than in `gaps`.
+    """
+    ranks, starts = np.full(len(gaps) + CLASSES_MAX * WORDS, NEVER), np.empty(CLASSES_MAX, np.int64)
+    j = 0
+    for c in range(CLASSES_MAX):
+        starts[c] = j + c * WORDS
+        rank = -1
+        for _ in range(counts[c] if c < len(counts) else 0):
+            rank += gaps[j] + 1
+            ranks[j + c * WORDS] = rank << CLASS_BITS | c
+            j += 1
+    return ranks, starts
 
 
 @inner
@@ -234,32 +258,32 @@ def _bits(sizes: I64, counts: I64) -> int:
 
 
 @outer
-def _encode(old: Lanes, new: Lanes, scratch: I64, out: U8) -> tuple[int, int]:
-    """(payload bytes in `out`, classes); 0 bytes for no change, -1 for more than `scratch` holds."""
+def _encode(old: Lanes, new: Lanes, limit: int, notes: Notes, out: U8) -> tuple[int, int]:
+    """(payload bytes in `out`, classes); 0 bytes for no change, -1 for more than `limit`."""
     top, classes = _top(old)
-    m, sizes, counts, gaps, diffs = _find(old, new, top, classes, scratch)
+    m, sizes, counts = _find(old, new, top, classes, limit, notes)
     if m <= 0:
         return m, 1
     if classes > 1:
         all_sizes, all_counts = np.array([len(old)]), np.array([m])
         if _bits(sizes, counts) + TABLE_BITS >= _bits(all_sizes, all_counts):
             top, classes = 0, 1
-            m, sizes, counts, gaps, diffs = _find(old, new, top, classes, scratch)
-    n_large = 0
-    for diff in diffs:
-        n_large += abs(diff) > 1
-    large_gaps, larger = np.empty(n_large, np.int64), np.empty(n_large, np.int64)
+            m, sizes, counts = _find(old, new, top, classes, limit, notes)
+    gaps, diffs = _sorted(old, m, counts, notes)
+    large_gaps, larger, signs = np.empty(m, np.int64), np.empty(m, np.int64), np.uint64(0)
     table_end = pack(counts, CLASSES_MAX, out, HEAD_SIZE) if classes > 1 else HEAD_SIZE
     gaps_end = pack(gaps, GAPS_GROUP, out, table_end)
     signs_end = gaps_end + (m + 7) // 8
-    for i in range(gaps_end, signs_end):
-        out[i] = 0
-    i, last = 0, -1
+    n_large, last = 0, -1
     for j in range(m):
-        out[gaps_end + (j >> 3)] |= np.uint8((diffs[j] < 0) << (j & 7))
-        if abs(diffs[j]) > 1:
-            large_gaps[i], larger[i], last = j - last - 1, abs(diffs[j]) - 2, j
-            i += 1
+        signs |= np.uint64(diffs[j] < 0) << np.uint64(j & 63)
+        if j & 63 == 63 or j == m - 1:
+            put_word(out, gaps_end + (j >> 6) * 8, signs)
+            signs = np.uint64(0)
+        size = abs(diffs[j])
+        large_gaps[n_large], larger[n_large] = j - last - 1, size - 2  # overwritten unless large: no branch to guess
+        n_large, last = n_large + (size > 1), j if size > 1 else last
+    large_gaps, larger = large_gaps[:n_large], larger[:n_large]
     large_end = pack(large_gaps, GAPS_GROUP, out, signs_end)
     fields = (m, n_large, gaps_end - table_end, large_end - signs_end)
     for i in range(4):
@@ -300,21 +324,16 @@ def _changes(raw: U8, size: int, base: Lanes, m_max: int, by_exponent: bool) -> 
     right_as_well, larger = unpack(raw, large_end, size, n_large, LARGE_GROUP)
     if not (right and right_too and right_as_well) or gaps.max() >= n:
         return False, none, values
-    diffs = np.ones(m, np.int64)
+    diffs = np.empty(m, np.int64)
+    for j in range(m):
+        diffs[j] = 1 - 2 * (np.int64(raw[gaps_end + (j >> 3)]) >> (j & 7) & 1)
     j = -1
     for i in range(n_large):
         j += large_gaps[i] + 1
         if j >= m or larger[i] > most:
             return False, none, values
-        diffs[j] = larger[i] + 2
-    right, places = _locate(base, top, counts, gaps)
-    if not right:
-        return False, none, values
-    values = np.empty(m, base.dtype)
-    for j in range(m):
-        sign = 1 - 2 * (np.int64(raw[gaps_end + (j >> 3)]) >> (j & 7) & 1)
-        values[j] = np.int64(base[places[j]]) + sign * diffs[j]
-    return True, places, values
+        diffs[j] *= larger[i] + 2
+    return _locate(base, top, counts, gaps, diffs)
 
 
 @outer
@@ -326,10 +345,11 @@ def scatter(out: Lanes, positions: I32, values: Lanes) -> None:
 
 def encode(old: Lanes, new: Lanes) -> tuple[bool, bytes] | None:
     limit = changes_max(len(old))
-    scratch, out = getattr(_THREAD, "scratch", (_NONE, _NONE))
-    if len(scratch) < limit:
-        scratch, out = _THREAD.scratch = np.empty(limit, np.int64), np.empty(OUT_BYTES_EACH * limit + 256, np.uint8)
-    size, classes = _encode(old, new, scratch[:limit], out)
+    notes, out = getattr(_THREAD, "room", (_NO_NOTES, _NONE))
+    if notes.shape[1] < limit + SPAN:
+        notes, out = np.empty((CLASSES_MAX, limit + SPAN), np.int64), np.empty(OUT_BYTES_EACH * limit + 256, np.uint8)
+        _THREAD.room = notes, out
+    size, classes = _encode(old, new, limit, notes, out)
     return None if size < 0 else (classes > 1, out[:size].tobytes())
 
 

@@ -14,6 +14,8 @@ from headway.weight_sync.codec import Encoding, decode_chunk, encode_chunk
 
 pytest.importorskip("numba", reason="the extra `fast` is not installed")
 
+from numba import njit
+
 from headway.weight_sync import rice_fast, sparse_fast
 
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -75,6 +77,28 @@ def test_both_read_any_number_of_classes_and_any_top_key_that_a_writer_may_choos
     assert made[0]
     for module in BOTH:
         assert read(module, old, *made).tobytes() == new.tobytes()
+
+
+@MANY
+@given(st.integers(1, 2**64 - 1))
+def test_set_bits_are_found_by_rank_with_and_without_an_instruction_for_it(word):
+    places = [i for i in range(64) if word >> i & 1]
+    for select in (sparse_fast._select, sparse_fast._select_by_halves):
+        found = SELECTS[select](np.uint64(word), np.empty(len(places), np.int64))
+        assert found.tolist() == places
+
+
+def selecting(select):
+    @njit
+    def all_places(word, out):
+        for rank in range(len(out)):
+            out[rank] = select(word, rank)
+        return out
+
+    return all_places
+
+
+SELECTS = {select: selecting(select) for select in (sparse_fast._select, sparse_fast._select_by_halves)}
 
 
 def list_of(values, group):
