@@ -22,7 +22,7 @@ from headway.schemas.errors import ConfigError, UnavailableError
 
 PUBLISHED = ("task", "rollout", "stamp", "trainer_stamp", "weights", "applied", "ledger", "event", "dead")
 """Message kinds; the append of a ledger record is the commit of a step."""
-UPLOADED = ("blobs", "ledger", "ckpt", "shard", "manifest", "leases", "sessions")
+UPLOADED = ("blobs", "ledger", "ckpt", "shard", "manifest", "part", "leases", "sessions")
 FILES = (
     "mirror.fsync",
     "mirror.rename",

@@ -122,6 +122,10 @@ class Keys:
     def manifest(self, digest: str) -> str:
         return f"{self.run}/weights/{digest}.manifest"
 
+    def part(self, name: str) -> str:
+        """What one rank put of a version, for the rank that puts the manifest; swept like a shard nobody names."""
+        return f"{self.run}/weights/{check_id(name)}.part"
+
     def session(self, rollout_id: str, name: str = "") -> str:
         """A saved session; without `name` the prefix of all of a rollout's."""
         return f"{self.run}/sessions/{check_id(rollout_id)}/{name}"

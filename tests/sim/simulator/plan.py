@@ -16,7 +16,7 @@ CALM_S = 25.0
 """No fault begins later."""
 OUTSIDE = (
     "midtrain", "export", "config", "checkpoint", "publish.again", "put.blobs", "put.sessions", "put.leases", "purge",
-    "relay", "recording", "publish.replayed",
+    "put.part", "relay", "recording", "publish.replayed",
 )  # fmt: skip
 """Fail points that no service passes in a simulated run."""
 POINTS_IN_RUN = frozenset(point for point in failpoints.POINTS if not point.startswith(OUTSIDE))
