@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -38,7 +39,7 @@ SAMPLE_EVERY_S = 5.0
 STOPPED_S = 3.0
 STEPS = 1_000_000
 SLOPE_S_MIN = 60.0
-"""Only lives longer than that, and only after their first third, tell how memory grows."""
+"""Only lives longer than that, and only after their first third, tell how memory and files grow."""
 FILES_MORE_MAX = 20
 
 Sample = tuple[float, float, int]
@@ -97,21 +98,30 @@ def soak(run: Run, minutes: float, rng: random.Random) -> tuple[list[str], dict[
     return faults, samples
 
 
-def slopes(samples: dict[tuple[str, int], list[Sample]]) -> dict[str, float]:
-    """MB an hour of the longest life of each process, after its first third."""
-    found: dict[str, tuple[float, float]] = {}
+def longest(samples: dict[tuple[str, int], list[Sample]]) -> dict[str, NDArray[np.float64]]:
+    """The longest life of each process, [n, 3], without its first third, in which it grows to its size."""
+    found: dict[str, NDArray[np.float64]] = {}
     for (name, _), life in samples.items():
-        late = life[len(life) // 3 :]
-        span = late[-1][0] - late[0][0]
-        if len(late) > 2 and span > SLOPE_S_MIN and span > found.get(name, (0.0, 0.0))[0]:
-            seconds, megabytes = np.array([one[:2] for one in late]).T
-            found[name] = (span, float(np.polyfit(seconds, megabytes, 1)[0] * 3600))
-    return {name: round(slope, 1) for name, (_, slope) in sorted(found.items())}
+        late = np.array(life[len(life) // 3 :])
+        if len(late) > 3 and np.ptp(late[:, 0]) > max(SLOPE_S_MIN, np.ptp(found.get(name, late[:1])[:, 0])):
+            found[name] = late
+    return dict(sorted(found.items()))
 
 
-def grown_files(samples: dict[tuple[str, int], list[Sample]]) -> dict[str, int]:
-    """Processes that end with many more open files than they had after a third of their life."""
-    grown = {name: life[-1][2] - life[len(life) // 3][2] for (name, _), life in samples.items()}
+def slopes(lives: dict[str, NDArray[np.float64]]) -> dict[str, float]:
+    """MB an hour."""
+    return {name: round(float(np.polyfit(life[:, 0], life[:, 1], 1)[0] * 3600), 1) for name, life in lives.items()}
+
+
+def grown_files(lives: dict[str, NDArray[np.float64]]) -> dict[str, int]:
+    """Processes that have many more files open in the second half than in the first.
+
+    On average: an engine has a connection open for each session of the moment.
+    """
+    grown = {}
+    for name, life in lives.items():
+        earlier, later = np.array_split(life[:, 2], 2)
+        grown[name] = int(later.mean() - earlier.mean())
     return {name: more for name, more in grown.items() if more > FILES_MORE_MAX}
 
 
@@ -158,7 +168,8 @@ def main() -> int:
         left = left_behind(folder)
         report, consumers = asyncio.run(with_bus(run.folder.config(), run.folder, inspect))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    grown = grown_files(samples)
+    lives = longest(samples)
+    grown = grown_files(lives)
     clean = not (report.violations or report.lost or report.trained_twice or left or grown) and consumers == 1
     figures = {
         "minutes": args.minutes,
@@ -171,7 +182,7 @@ def main() -> int:
         "duplicates": report.duplicates,
         "violations": report.violations,
         "drain_exit_code": code,
-        "mb_per_hour": slopes(samples),
+        "mb_per_hour": slopes(lives),
         "files_grown": grown,
         "left_behind": left,
         "consumers": consumers,
