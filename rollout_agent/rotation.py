@@ -226,21 +226,26 @@ class SessionEngine:
             if known.fits(found):
                 found = joined(known.routes, known.spans, found)
             else:
-                found = await self._routed_again(place, prompt, sampling, rid, rows, found)
+                found = await self._routed_again(place, prompt, sampling, rid, known, found)
         self._known = KnownRoutes.of(place, prompt, found)
         return found
 
     async def _routed_again(
-        self, place: Place, prompt: Sequence[int], sampling: Sampling, rid: str, rows: int, found: Completion
+        self, place: Place, prompt: Sequence[int], sampling: Sampling, rid: str, known: KnownRoutes, found: Completion
     ) -> Completion:
-        """With the rows of a prompt that a swap had computed anew, or kept: the engine still has them."""
+        """With the rows of a prompt that a swap had computed anew, or kept: the engine still has them.
+
+        Unless yet another version has come: no forward had its rows beside those of `found`.
+        """
         if found.routes is None:
             return found
+        rows, version = len(known.ids), found.route_spans[0].version
+        routes, spans = unknown(rows, found), [Span(start=0, end=rows, version=version)]
         one = dataclasses.replace(sampling, max_new_tokens=1)
-        routes, spans = unknown(rows, found), [Span(start=0, end=rows, version=found.route_spans[0].version)]
         with contextlib.suppress(EngineTrouble, WireError, InputError):
             again = await place.engine.generate(prompt, one, rid=f"{rid}-rows", timeout_s=ROWS_S)
-            if again.routes is not None:
+            told = {span.version for span in again.route_spans if span.start < rows}
+            if again.routes is not None and told <= {version, known.version}:
                 routes, spans = again.routes[:rows], again.route_spans
         return joined(routes, spans, found)
 

@@ -117,13 +117,24 @@ async def test_rows_that_a_swap_computed_anew_meanwhile_are_fetched(engine: Engi
     assert engine.asked == [("1", 0, 4), ("2", 7, 4), ("2-rows", 0, 1)]
 
 
-async def test_rows_of_yet_another_version_say_so(engine: Engine, session: Session) -> None:
+async def test_rows_of_yet_another_version_are_unknown(engine: Engine, session: Session) -> None:
     await session.turn()
     engine.swaps_to = [Version(0, 3), NEW]
     found = await session.turn()
-    assert found.route_spans == [span(0, 7, Version(0, 3)), span(7, 12, NEW)]
+    assert found.route_spans == [span(0, 12, NEW)]
     assert found.routes is not None
-    assert found.routes.tolist() == [*rows(0, 7, Version(0, 3)).tolist(), *rows(7, 12, NEW).tolist()]
+    assert (found.routes[:7] == 255).all()
+    assert found.routes[7:].tolist() == rows(7, 12, NEW).tolist()
+
+
+async def test_rows_that_a_swap_kept_are_those_of_the_version_before(engine: Engine, session: Session) -> None:
+    """A swap in place leaves the KV cache and its rows as they are."""
+    await session.turn()
+    engine.swaps_to = [OLD, NEW]
+    found = await session.turn()
+    assert found.route_spans == [span(0, 7, OLD), span(7, 12, NEW)]
+    assert found.routes is not None
+    assert found.routes.tolist() == [*rows(0, 7, OLD).tolist(), *rows(7, 12, NEW).tolist()]
 
 
 async def test_rows_that_cannot_be_fetched_are_unknown_and_asked_for_with_the_next_turn(
