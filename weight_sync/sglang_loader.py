@@ -11,8 +11,10 @@ in host memory. Everything is checked against the live model before the first wr
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ except ImportError:  # SGLang brings it; where it doesn't, SGLang's own checksum
     xxhash = None  # type: ignore[assignment]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+THREADS_MAX = 8
+"""That write and hash tensors in host memory side by side: one core would make everyone wait for each in turn."""
 POSITIONS, VALUES, WHOLE = ".positions", ".values", ".whole"
+Write = tuple[Tensor, Tensor | None, Tensor]
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,12 +59,35 @@ def _write(params: Mapping[str, Tensor], folder: Path, rank: int) -> dict[str, A
             live = params[name]
             if list(live.shape) != shape or live.element_size() != width or not live.is_contiguous():
                 raise ValueError(f"{name!r} is {live.dtype} {list(live.shape)} here, not {shape} of {width} bytes")
-        writes = [_fitting(staged, key, params) for key in sorted(staged.keys()) if not key.endswith(VALUES)]
-        elements = sum(_put(*write) for write in writes)
-    return {"tensors": len(writes), "elements": elements, "sums": _sums(params)}
+        keys = [key for key in sorted(staged.keys()) if not key.endswith(VALUES)]
+        writes = {key.rpartition(".")[0]: _fitting(staged, key, params) for key in keys}
+        elements, sums = _put_all(params, writes)
+    return {"tensors": len(writes), "elements": elements, "sums": sums}
 
 
-def _fitting(staged: Any, key: str, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
+def _put_all(params: Mapping[str, Tensor], writes: Mapping[str, Write]) -> tuple[int, dict[str, str] | None]:
+    """Make the writes; how many elements, and the sums of all tensors afterwards.
+
+    No sums on a GPU, where SGLang's own checksums are the faster ones, and without xxhash.
+    """
+    if xxhash is None or any(live.device.type != "cpu" for live in params.values()):
+        return sum(_put(*write) for write in writes.values()), None
+
+    inference = torch.is_inference_mode_enabled()  # each thread has modes of its own
+
+    def put_and_sum(name: str) -> tuple[int, str]:
+        with torch.no_grad(), torch.inference_mode(inference):
+            count = _put(*writes[name]) if name in writes else 0
+            view = params[name].detach().view(-1).view(torch.uint8).numpy()
+        return count, xxhash.xxh3_128_hexdigest(view.data)
+
+    largest_first = sorted(params, key=lambda name: params[name].nbytes, reverse=True)
+    with ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1)) as threads:
+        done = dict(zip(largest_first, threads.map(put_and_sum, largest_first), strict=True))
+    return sum(count for count, _ in done.values()), {name: digest for name, (_, digest) in done.items()}
+
+
+def _fitting(staged: Any, key: str, params: Mapping[str, Tensor]) -> Write:
     """(flat live tensor as integers, positions or None, values), checked. Raises ValueError."""
     name, _, kind = key.rpartition(".")
     live = params[name].detach()
@@ -80,14 +108,6 @@ def _put(flat: Tensor, positions: Tensor | None, values: Tensor) -> int:
     else:
         flat.index_copy_(0, positions.to(flat.device, torch.int64), values.to(flat.device))
     return len(values)
-
-
-def _sums(params: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """None on a GPU, where SGLang's own checksums are the faster ones, and without xxhash."""
-    if xxhash is None or any(live.device.type != "cpu" for live in params.values()):
-        return None
-    views = {name: live.detach().view(-1).view(torch.uint8).numpy() for name, live in params.items()}
-    return {name: xxhash.xxh3_128_hexdigest(view.data) for name, view in views.items()}
 
 
 def _rank() -> int:

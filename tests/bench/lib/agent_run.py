@@ -116,7 +116,7 @@ class AgentRun:
             self.published += 1
             self._more.set()
 
-        await self.bus.client.subscribe(self.bus.subjects.rollout("*", "*"), cb=count)
+        await self.bus.client.subscribe(f"rl.{self.config.run.name}.rollout.>", cb=count)
 
     async def until_published(self, count: int) -> None:
         while self.published < count:
