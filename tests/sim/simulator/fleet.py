@@ -16,9 +16,9 @@ import json
 import math
 import random
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +29,9 @@ from headway.trainer.batching import span_lags
 from headway.trainer.groups import Decided, Lineage, Pool
 from headway.trainer.pacing import Pacing
 from headway.trainer.staleness import Staleness
+from simulator.tally import Done, Length, Session, Tally, length_class, summary
 
 DAY_S = 86_400.0
-LENGTHS = (10, 20, 30, 40, 50)
-"""Session lengths, in turns, by which drops are told apart."""
-STORED = ("task", "rollout", "stamp", "verdict", "weights", "applied", "ledger")
-IDLE_REQUESTS_PER_AGENT_S = 4.0
-"""Of an agent that does nothing: a heartbeat and a look at the ledger's tail each second, two requests for tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +41,8 @@ class Setting:
     regions: int = 4
     agents: int = 2000
     sessions_per_agent: int = 4
+    max_in_flight: int = 0
+    """0: twice what the fleet holds."""
     groups_per_step: int = 64
     samples_per_group: int = 16
     min_graded: int = 12
@@ -54,6 +52,8 @@ class Setting:
     turns_max: int = 50
     turns_median: float = 12.0
     turns_sigma: float = 0.9
+    alike: float = 0.0
+    """The share of the variance of (log) turns that the samples of a group have in common: they try the same task."""
     turn_tokens: int = 300
     turn_s_median: float = 12.0
     turn_s_sigma: float = 0.9
@@ -72,50 +72,20 @@ class Setting:
     seed: int = 1
 
 
-@dataclass(slots=True)
-class Session:
-    rollout_id: str
-    turns: int
-    tokens: int
-    region: int
-    began_s: float
-    ends_s: float
-    agent_jitter_s: float
-
-
-@dataclass(slots=True)
-class Done:
-    """What the pool keeps of a graded attempt."""
-
-    session: Session
-    spans: list[Span]
-
-
-@dataclass(slots=True)
-class Tally:
-    lag_tokens: Counter[int] = field(default_factory=Counter)
-    wasted: Counter[str] = field(default_factory=Counter)
-    by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
-    by_region: Counter[tuple[int, str]] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
-    trained_tokens: int = 0
-    idle_s: float = 0.0
-    steps: int = 0
-
-
 class Fleet:
     """One simulated span of time."""
 
-    def __init__(self, setting: Setting, turn_seconds: Callable[[random.Random], float] | None = None) -> None:
+    def __init__(self, setting: Setting, drawn: Callable[[random.Random], Length] | None = None) -> None:
+        """`drawn`: the length of the next session, if not by the setting."""
         self.at, self.rng, self.tally = setting, random.Random(setting.seed), Tally()
-        self._turn_seconds = turn_seconds
+        self._drawn = drawn
         self.pacing = Pacing(
             groups_per_step=setting.groups_per_step,
             samples_per_group=setting.samples_per_group,
             max_lag=setting.max_lag,
             swap_slack=setting.swap_slack,
             steps=setting.steps,
-            max_in_flight=2 * setting.agents * setting.sessions_per_agent,
+            max_in_flight=setting.max_in_flight or 2 * setting.agents * setting.sessions_per_agent,
         )
         self.stale = Staleness(max_lag=setting.max_lag, drop=setting.drop)
         self.pool: Pool[Done] = Pool(samples=setting.samples_per_group, min_graded=setting.min_graded)
@@ -190,20 +160,25 @@ class Fleet:
 
     def _start(self, rollout_id: str, region: int) -> None:
         rng, at = self.rng, self.at
-        turns = max(1, min(at.turns_max, round(rng.lognormvariate(math.log(at.turns_median), at.turns_sigma))))
-        if self._turn_seconds is not None:
-            seconds = sum(self._turn_seconds(rng) for _ in range(turns))
-        else:
-            mean = math.log(at.turn_s_median)
-            seconds = sum(rng.lognormvariate(mean, at.turn_s_sigma) for _ in range(turns))
+        length = self._drawn(rng) if self._drawn is not None else self._length(rollout_id)
+        seconds = length.seconds
         jitter = rng.random() * at.sync_jitter_s
-        session = Session(rollout_id, turns, turns * at.turn_tokens, region, self.now, self.now + seconds, jitter)
+        session = Session(rollout_id, length, region, self.now, self.now + seconds, jitter)
         self.running[rollout_id] = session
         self.busy[region] += 1
         self._count("renewal", int(seconds / (at.ack_wait_s / 3)))
         if rng.random() < 1 - math.exp(-at.crash_per_hour * seconds / 3600):
             self.after(rng.random() * seconds, self._crash, session)
         self.after(seconds, self._finish, session)
+
+    def _length(self, rollout_id: str) -> Length:
+        rng, at = self.rng, self.at
+        group = random.Random(f"{at.seed} {rollout_id.partition('s')[0]}").gauss(0.0, 1.0)
+        mean = math.log(at.turns_median) + at.turns_sigma * math.sqrt(at.alike) * group
+        drawn = rng.lognormvariate(mean, at.turns_sigma * math.sqrt(1 - at.alike))
+        turns = max(1, min(at.turns_max, round(drawn)))
+        seconds = sum(rng.lognormvariate(math.log(at.turn_s_median), at.turn_s_sigma) for _ in range(turns))
+        return Length(turns, turns * at.turn_tokens, seconds)
 
     def _crash(self, session: Session) -> None:
         if self.running.get(session.rollout_id) is session:
@@ -214,7 +189,7 @@ class Fleet:
         del self.running[session.rollout_id]
         self.busy[session.region] -= 1
         done = (self.now - session.began_s) / max(session.ends_s - session.began_s, 1e-9)
-        self._waste(why, int(done * session.tokens))
+        self._waste(why, int(done * session.length.tokens))
         self._count("rollout", why == "handed_back")
         self.after(delay_s, self.waiting.append, session.rollout_id)
 
@@ -234,16 +209,16 @@ class Fleet:
             self._start(self.waiting.popleft(), session.region)
 
     def _spans(self, session: Session) -> list[Span]:
-        """Tokens are sampled evenly over the session, under what its agent served at the time."""
-        served = session.agent_jitter_s + self.at.sync_s
-        first = max(0, bisect_right(self.commits, session.began_s - served) - 1)
-        cuts, start, n = list[Span](), 0, first
-        total_s = max(session.ends_s - session.began_s, 1e-9)
-        while start < session.tokens:
+        """Tokens are sampled evenly between boot and grading, under what the session's agent served at the time."""
+        served, length = session.agent_jitter_s + self.at.sync_s, session.length
+        began_s, ends_s = session.began_s + length.boot_s, session.ends_s - length.grade_s
+        cuts, start, n = list[Span](), 0, max(0, bisect_right(self.commits, began_s - served) - 1)
+        total_s = max(ends_s - began_s, 1e-9)
+        while start < length.tokens:
             until_s = self.commits[n + 1] + served if n + 1 < len(self.commits) else math.inf
-            end = session.tokens
-            if until_s < session.ends_s:
-                end = int(session.tokens * max(0.0, until_s - session.began_s) / total_s)
+            end = length.tokens
+            if until_s < ends_s:
+                end = int(length.tokens * max(0.0, until_s - began_s) / total_s)
             if end > start:
                 cuts.append(Span(start=start, end=end, version=Version(0, n)))
                 start = end
@@ -271,7 +246,7 @@ class Fleet:
             done = self.pool.open[group][sample].payload
             if done is not None:
                 self._end(done, drop.reason)
-                self._waste(drop.reason, done.session.tokens)
+                self._waste(drop.reason, done.session.length.tokens, done.session)
         self.pool.settle([*(group for group, _ in batch.groups), *batch.void_groups])
         self.void += len(batch.void_groups)
         self._count("verdict", sum(1 for _ in batch.rollouts()) + len(batch.drops))
@@ -282,15 +257,7 @@ class Fleet:
         for decided in batch.rollouts():
             assert decided.payload is not None
             self._end(decided.payload, "trained")
-            for span, lag in zip(decided.payload.spans, self._lags(decided.payload), strict=True):
-                size = span.end - span.start
-                if not self.measured:
-                    continue
-                if lag <= self.at.max_lag:
-                    self.tally.lag_tokens[lag] += size
-                    self.tally.trained_tokens += size
-                else:
-                    self._waste("masked", size)
+            self._count_tokens(decided.payload)
         self.training = True
         self.after(self.at.step_s + self.at.commit_s, self._commit)
 
@@ -311,45 +278,29 @@ class Fleet:
 
     def _end(self, done: Done, how: str) -> None:
         if self.measured:
-            length = next(bound for bound in LENGTHS if done.session.turns <= bound)
-            self.tally.by_length[length, how] += 1
+            self.tally.by_length[length_class(done.session), how] += 1
             self.tally.by_region[done.session.region, how] += 1
 
-    def _waste(self, why: str, tokens: int) -> None:
+    def _count_tokens(self, done: Done) -> None:
+        for span, lag in zip(done.spans, self._lags(done), strict=True):
+            size = span.end - span.start
+            if lag > self.at.max_lag:
+                self._waste("masked", size, done.session)
+            elif self.measured:
+                self.tally.lag_tokens[lag] += size
+                self.tally.trained_tokens += size
+                self.tally.tokens_by_length[length_class(done.session), "trained"] += size
+
+    def _waste(self, why: str, tokens: int, ended: Session | None = None) -> None:
+        """`ended`: whose they were, if it will not be tried again."""
         if self.measured:
             self.tally.wasted[why] += tokens
+            if ended is not None:
+                self.tally.tokens_by_length[length_class(ended), why] += tokens
 
     def _count(self, what: str, times: int) -> None:
         if self.measured:
             self.tally.messages[what] += times
-
-
-def summary(setting: Setting, tally: Tally) -> dict[str, Any]:
-    seconds = (setting.hours - setting.warm_up_hours) * 3600
-    tokens = tally.trained_tokens
-    everything = tokens + sum(tally.wasted.values())
-
-    def dropped(counts: Counter[tuple[int, str]]) -> dict[str, float]:
-        keys = sorted({key for key, _ in counts})
-        return {
-            str(key): round(1 - counts[key, "trained"] / sum(v for (k, _), v in counts.items() if k == key), 4)
-            for key in keys
-        }
-
-    return {
-        "steps": tally.steps,
-        "seconds_per_step": round(seconds / max(tally.steps, 1), 1),
-        "trainer_idle_share": round(tally.idle_s / seconds, 3),
-        "tokens_by_lag": {str(lag): round(n / max(tokens, 1), 4) for lag, n in sorted(tally.lag_tokens.items())},
-        "wasted_share_by_reason": {why: round(n / max(everything, 1), 5) for why, n in sorted(tally.wasted.items())},
-        "not_trained_by_turns": dropped(tally.by_length),
-        "not_trained_by_region": dropped(tally.by_region),
-        "stored_messages_per_s": round(sum(tally.messages[what] for what in STORED) / seconds, 1),
-        "idle_requests_per_s": round(setting.agents * (1 + setting.night) / 2 * IDLE_REQUESTS_PER_AGENT_S, 1),
-        "messages_per_s": {what: round(n / seconds, 2) for what, n in sorted(tally.messages.items())},
-        "sync_tb_from_origin": round(tally.steps * setting.delta_bytes * setting.regions / 1e12, 1),
-        "sync_tb_within_regions": round(tally.messages["applied"] * setting.delta_bytes / 1e12, 1),
-    }
 
 
 def main() -> None:
@@ -358,10 +309,18 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=usual.agents)
     parser.add_argument("--hours", type=float, default=usual.hours)
     parser.add_argument("--max-lag", type=int, default=usual.max_lag)
+    parser.add_argument(
+        "--alike", type=float, default=usual.alike, help="how alike the lengths within a group are: 0 to 1"
+    )
+    parser.add_argument("--min-graded", type=int, default=usual.min_graded)
+    parser.add_argument("--groups", type=int, default=usual.groups_per_step, help="a step")
     parser.add_argument("--drop", action="store_true", help="stale_policy = drop")
     parser.add_argument("--seed", type=int, default=usual.seed)
     args = parser.parse_args()
-    setting = replace(usual, agents=args.agents, hours=args.hours, max_lag=args.max_lag, drop=args.drop, seed=args.seed)
+    setting = replace(
+        usual, agents=args.agents, hours=args.hours, max_lag=args.max_lag, alike=args.alike, min_graded=args.min_graded,
+        groups_per_step=args.groups, drop=args.drop, seed=args.seed,
+    )  # fmt: skip
     found = summary(setting, Fleet(setting).run())
     print(json.dumps({"name": "fleet", "agents": args.agents, "max_lag": args.max_lag, "figures": found}, indent=1))
 
