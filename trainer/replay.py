@@ -168,7 +168,7 @@ async def replay_failed(run: Replayable, seqs: Sequence[int], state: str) -> Exc
         samples.append(stale.sample(await run.bus.open(Rollout, stored), run.history.lineage))
     try:
         learner.step(samples)
-    except Exception as error:
+    except Exception as error:  # what it was set aside for, of any type
         return error
     return None
 

@@ -209,7 +209,7 @@ class Trainer:
             except PromiseViolated as error:
                 await self._set_aside(batch, error)
             return
-        except Exception as error:
+        except Exception as error:  # of any type: whether the batch is to blame, the next one shows
             await self._committed(0)
             await self._set_aside(batch, error)
             return

@@ -116,7 +116,7 @@ def _rank() -> int:
         from sglang.srt.runtime_context import get_parallel
 
         return int(get_parallel().tp_rank)
-    except Exception:
+    except (ImportError, AttributeError, ValueError, RuntimeError):  # no SGLang, or none with ranks
         return 0
 
 
