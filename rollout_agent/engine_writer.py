@@ -19,6 +19,7 @@ import structlog
 from headway.rollout_agent.client import EngineClient, EngineInfo, EngineTrouble
 from headway.schemas.errors import InputError, UnavailableError
 from headway.schemas.manifest import Manifest
+from headway.weight_sync.changes import write_changes
 from headway.weight_sync.layouts import Layout, Rank
 from headway.weight_sync.mirror import HostMirror
 from headway.weight_sync.scatter import Written, read_results, write_scatter
@@ -161,6 +162,9 @@ class EngineWriter:
             write_scatter(folder, ranks, manifest, mirror.tensors, mirror.fresh(staged))
             return Plan(manifest=manifest, way=way, folder=folder, ranks=len(ranks), sums=sums)
         folder = self.scratch / "checkpoint"
+        if not full and staged is not None and self._layout is None:  # our engine makes the tensors itself
+            write_changes(folder, staged, mirror.fresh(staged))
+            return Plan(manifest=manifest, way=way, folder=folder, ranks=0, sums=sums)
         shutil.rmtree(folder, ignore_errors=True)
         mirror.stage_partial_checkpoint(folder, self.model_config, staged, full=full)
         return Plan(manifest=manifest, way=way, folder=folder, ranks=0, sums=sums)

@@ -117,6 +117,30 @@ def apply(live: Mapping[str, torch.Tensor], staged: StagedUpdate) -> None:
         torch.cuda.synchronize(device)  # before anybody computes with half of it
 
 
+@torch.no_grad()
+def changed(held: torch.Tensor, positions: Any, values: Any) -> torch.Tensor:
+    """A copy of `held`, in host memory, with `values` (integers of an element's size) at flat `positions`.
+
+    Without positions (None) `values` are all its bytes. Raises ValueError when they don't fit.
+    """
+    fresh = held.detach().clone(memory_format=torch.contiguous_format)
+    raw = fresh.view(-1).view(torch.uint8).numpy()
+    if positions is None:
+        if values.dtype != np.uint8 or values.shape != raw.shape:
+            raise ValueError(f"{values.nbytes} bytes for a tensor of {raw.nbytes}")
+        raw[:] = values
+        return fresh
+    if values.dtype.kind != "u" or raw.nbytes % values.itemsize or values.itemsize > held.element_size():
+        raise ValueError(f"elements of {values.dtype} for a tensor of {held.dtype}")
+    lanes = raw.view(values.dtype)
+    if positions.dtype.kind != "i" or positions.ndim != 1 or positions.shape != values.shape:
+        raise ValueError(f"{positions.dtype} {positions.shape} positions of {values.shape} values")
+    if len(positions) and not 0 <= positions.min() <= positions.max() < len(lanes):
+        raise ValueError(f"positions beyond {len(lanes)} elements")
+    lanes[positions] = values
+    return fresh
+
+
 def _write(flat: torch.Tensor, patch: Patch) -> None:
     """`Patch.write` for a tensor (uint8, flat) that is not in host memory."""
     for part in patch.parts:

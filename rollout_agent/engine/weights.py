@@ -26,6 +26,10 @@ from headway.kernels.quant import dequantise, stored_layout
 from headway.kernels.selftest import compiled_decoding
 from headway.kernels.weights import Prepared, prepare
 from headway.rollout_agent.engine.requests import BadRequest
+from headway.schemas.errors import WireError
+from headway.weight_sync.changes import FILE as CHANGES
+from headway.weight_sync.changes import read_changes
+from headway.weight_sync.torch_apply import changed
 
 CONFIG_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 100 << 20
@@ -51,12 +55,15 @@ def load_weights(
     compute_dtype: torch.dtype,
     numerics: Numerics = INVARIANT,
 ) -> tuple[Weights, int]:
-    """The weights after `folder` (a full checkpoint, or one of only the changed tensors); and tensors read.
+    """The weights after `folder`, and how many tensors it touched.
 
-    Copies everything out of the files. Raises BadRequest naming what doesn't fit; `current` is left alone.
+    It is a full checkpoint, one of only the changed tensors, or what changes in them (`weight_sync/changes.py`). Copies
+    everything out of the files. Raises BadRequest naming what doesn't fit; `current` is left alone.
     """
     config = _read_config(folder, current)
-    fresh = _read_tensors(folder, 4 * sum(math.prod(shape) for shape in config.tensor_shapes().values()))
+    bytes_max = 4 * sum(math.prod(shape) for shape in config.tensor_shapes().values())
+    changes = current is not None and (folder / CHANGES).exists()
+    fresh = _changed(folder, current, bytes_max) if changes else _read_tensors(folder, bytes_max)
     expected = _layout(config, current.tensors if current is not None else fresh)
     for name, tensor in fresh.items():
         if name not in expected:
@@ -107,6 +114,26 @@ def _read_config(folder: Path, current: Weights | None) -> ModelConfig:
     if current is not None and config != current.config:
         raise BadRequest(f"{path} describes another model than the one loaded", hint="restart the engine")
     return config
+
+
+def _changed(folder: Path, current: Weights | None, bytes_max: int) -> dict[str, Tensor]:
+    """Copies of the tensors of `current` that `folder` changes, with the changes."""
+    assert current is not None
+    if (folder / CHANGES).stat().st_size > bytes_max + HEADER_BYTES_MAX:
+        raise BadRequest(f"{folder / CHANGES} is larger than the model")
+    try:
+        changes = read_changes(folder)
+    except WireError as error:
+        raise BadRequest(error.what, why=error.why) from None
+    fresh = {}
+    for name, (positions, values) in changes.items():
+        if name not in current.tensors:
+            raise BadRequest(f"{folder}: tensor {name[:200]!r} is not part of the model")
+        try:
+            fresh[name] = changed(current.tensors[name], positions, values)
+        except ValueError as error:
+            raise BadRequest(f"{folder}: changes of {name} do not fit it", why=str(error)[:300]) from None
+    return fresh
 
 
 def _read_tensors(folder: Path, bytes_max: int) -> dict[str, Tensor]:

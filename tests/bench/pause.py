@@ -122,10 +122,11 @@ class Bench:
 
     async def swap(self, version: Published) -> dict[str, float]:
         """From announcement to served; `pause_*` from pause to resume."""
-        began_s = time.perf_counter()
+        began_s, began_cpu_ms = time.perf_counter(), cpu_ms(*self.pids)
         staged = await self.fetcher.stage(version.version, version.digest, self.mirror)
         figures = await self._written(await self.writer.prepare(self.mirror, staged))
         figures["announce_to_served_ms"] = (time.perf_counter() - began_s) * 1e3
+        figures["announce_to_served_cpu_ms"] = cpu_ms(*self.pids) - began_cpu_ms
         await asyncio.to_thread(self.mirror.commit, staged)
         return figures
 
@@ -199,7 +200,7 @@ async def measure(bench: Bench, repeats: int) -> None:
         "requests_served_meanwhile": len(lengths),
     }
     for label, rows in (("swap", swaps), ("reload", reloads)):
-        for key in ("pause_ms", "pause_cpu_ms", "announce_to_served_ms"):
+        for key in ("pause_ms", "pause_cpu_ms", "announce_to_served_ms", "announce_to_served_cpu_ms"):
             values = [row[key] for row in rows if key in row]
             if values:
                 found[f"{label}_{key}"] = round(statistics.median(values), 2)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.bus.blobs import ObstoreBlobs
 from headway.kernels.decoder import forward_full, token_logprob
 from headway.kernels.quant import RolloutDtype, to_rollout
 from headway.kernels.weights import init_weights, prepare, round_through
-from headway.weight_sync.torch_apply import root
+from headway.schemas import signing
+from headway.schemas.subjects import Keys
+from headway.schemas.version import Version
+from headway.weight_sync.changes import FILE, read_changes, write_changes
+from headway.weight_sync.fetcher import Fetcher
+from headway.weight_sync.mirror import HostMirror
+from headway.weight_sync.publisher import Publisher
+from headway.weight_sync.torch_apply import raw_tensors, root
+from headway.weight_sync.transfer import Retrier, TransferLimits
 
 from .conftest import TINY, Engine, tiny_weights
 
@@ -198,3 +211,81 @@ async def test_quantised_weights_serve_the_bits_of_the_trainers_forward(bare: En
     if scale is not None:
         save_file({**stored, scale: stored[scale].new_ones(3, 3)}, folder / "model.safetensors")
         assert (await bare.post("/update_weights_from_disk", body))[0] == 400
+
+
+async def stage_changes(
+    engine: Engine, before: dict[str, Tensor], after: dict[str, Tensor], name: str
+) -> dict[str, object]:
+    """A request for the step from one set to the other, as an agent writes it."""
+    store = ObstoreBlobs.open("memory://")
+    publisher = Publisher(store=store, keys=Keys("run"), private_key=bytes(32))
+    mirror = HostMirror(engine.folder / f"mirror-{name}", signing.public_key(bytes(32)), fsync=False)
+    retrier = Retrier(limits=TransferLimits(attempts_max=1), rng=random.Random(0))
+    fetcher = Fetcher(store=store.once(), keys=Keys("run"), public_key=signing.public_key(bytes(32)), retrier=retrier)
+    head = None
+    for n, tensors in enumerate((before, after)):
+        head, _ = await publisher.publish(Version(0, n), raw_tensors(tensors), head)
+        staged = await fetcher.stage(head.version, head.digest, mirror)
+        if n:
+            write_changes(engine.folder / name, staged, mirror.fresh(staged))
+        else:
+            mirror.commit(staged)
+    return {"model_path": str(engine.folder / name), "weight_version": "0.9"}
+
+
+def stepped(before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A few elements of most tensors moved, one tensor new as a whole, one that stays."""
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for name in sorted(after)[1:]:
+        after[name].view(-1)[::97] += 0.5
+    after[ONE] = torch.randn(before[ONE].shape).bfloat16()
+    return after
+
+
+async def test_changes_are_written_into_copies_of_the_tensors_that_are_served(engine: Engine) -> None:
+    before = tiny_weights(0)
+    after = stepped(before)
+    body = await stage_changes(engine, before, after, "changes")
+    found = read_changes(engine.folder / "changes")
+    assert {positions is None for positions, _ in found.values()} == {True, False}
+    assert sorted(found) == sorted(after)[1:]
+    assert (await engine.post("/prepare_weights_from_disk", body))[0] == 200
+    assert await engine.root() == root(before), "preparing changed what is served"
+    status, reply = await engine.post("/update_weights_from_disk", body)
+    assert (status, reply["root"]) == (200, root(after))
+    assert await engine.root() == root(after)
+
+
+async def test_changes_upon_other_weights_are_seen_by_the_root(engine: Engine) -> None:
+    before = tiny_weights(1)
+    body = await stage_changes(engine, before, stepped(before), "changes")
+    assert (await engine.post("/prepare_weights_from_disk", body))[0] == 200
+    _, reply = await engine.post("/update_weights_from_disk", body)
+    assert reply["root"] != root(stepped(before))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {f"{ONE}.positions": np.array([0, 1 << 30], np.int32), f"{ONE}.values": np.zeros(2, np.uint16)},
+        {f"{ONE}.positions": np.array([-1], np.int32), f"{ONE}.values": np.zeros(1, np.uint16)},
+        {f"{ONE}.positions": np.array([0], np.int32), f"{ONE}.values": np.zeros(2, np.uint16)},
+        {f"{ONE}.positions": np.array([0.0], np.float32), f"{ONE}.values": np.zeros(1, np.uint16)},
+        {f"{ONE}.positions": np.array([0], np.int32), f"{ONE}.values": np.zeros(1, np.uint32)},
+        {f"{ONE}.positions": np.array([0], np.int32)},
+        {f"{ONE}.whole": np.zeros(3, np.uint8)},
+        {"other.whole": np.zeros(3, np.uint8)},
+        {"strange": np.zeros(3, np.uint8)},
+        None,
+    ],
+)
+async def test_changes_that_do_not_fit_are_refused_and_the_old_weights_serve_on(engine: Engine, arrays: Any) -> None:
+    folder = engine.folder / "bad"
+    folder.mkdir()
+    if arrays is None:
+        (folder / FILE).write_bytes(b"no safetensors")
+    else:
+        save_arrays(arrays, folder / FILE)
+    body = {"model_path": str(folder), "weight_version": "0.9"}
+    assert (await engine.post("/update_weights_from_disk", body))[0] == 400
+    assert await engine.root() == root(tiny_weights(0))

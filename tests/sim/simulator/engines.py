@@ -17,6 +17,8 @@ from headway.schemas.errors import InputError
 from headway.schemas.version import Version
 from headway.schemas.vocab import NEWLINE
 from headway.weight_sync import torch_apply
+from headway.weight_sync.changes import FILE as CHANGES
+from headway.weight_sync.changes import read_changes
 from simulator.loop import Life
 
 
@@ -108,8 +110,12 @@ class EngineClient(client.EngineClient):
 
     async def update_weights_from_disk(self, engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(0.005)
-        found = load_file(Path(body["model_path"]) / "model.safetensors")
-        engine.weights = found.get("w", engine.weights)
+        folder = Path(body["model_path"])
+        if engine.weights is not None and (folder / CHANGES).exists():
+            changes = read_changes(folder)
+            engine.weights = torch_apply.changed(engine.weights, *changes["w"]) if changes else engine.weights
+        elif (folder / "model.safetensors").exists():
+            engine.weights = load_file(folder / "model.safetensors").get("w", engine.weights)
         if engine.weights is None or not engine.life.alive:
             return {"success": False, "message": "nothing to change"}
         engine.version = Version.parse(body["weight_version"])
