@@ -65,11 +65,11 @@ def _places(patch: Patch) -> tuple[Ints, Ints] | None:
     """Flat positions and new elements of a tensor's patch; None where all its bytes take no more."""
     size = sum(part.nbytes for part in patch.parts)
     kind = np.int32 if size <= np.iinfo(np.int32).max else np.int64
-    positions, values = [], []
+    positions, values = list[Ints](), list[Ints]()
     for part in patch.parts:
         if part.positions is None or part.values.itemsize != patch.parts[0].values.itemsize:
             return None
-        positions.append(part.positions.astype(kind) + kind(part.start // part.values.itemsize))
+        positions.append((part.positions.astype(np.int64) + part.start // part.values.itemsize).astype(kind))
         values.append(part.values)
     if not positions:
         return None
