@@ -2,7 +2,7 @@
 
 Invariants: every attempt that began ends as exactly one rollout message (ok, infra_failed, handed_back) unless the
 process is killed, or the bus takes none until the end of a drain: then what was sampled is saved; at most
-`max_sessions` attempts are held; a drain ends in time, whatever does not answer.
+`max_sessions` sessions run, and as many more are being stored at most; a drain ends in time, whatever does not answer.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Agent:
         region = self._config.regions.get(self._settings.region)
         self._releases_memory = region is not None and region.release_memory
         self._window, self._tenancy = Window.of(region), Tenancy.of(region, keeper.rotation, clock)
+        self._moved = asyncio.Event()
+        """A place became free."""
         self._sessions: set[Session] = set()
         self._saved = SessionLog(service.store, service.bus.keys)
         self._outcomes = Outcomes(
@@ -95,20 +97,27 @@ class Agent:
             for lease in await self._queue.fetch(min(free, LEASES_AT_ONCE), FETCH_S):
                 attempt = self._service.tasks.create_task(self._attempt(lease))
                 self._attempts.add(attempt)
-                attempt.add_done_callback(self._attempts.discard)
+                attempt.add_done_callback(self._ended)
         await self._drain()
 
+    def _ended(self, attempt: asyncio.Task[None]) -> None:
+        self._attempts.discard(attempt)
+        self._moved.set()
+
     def _free(self) -> int:
-        """How many more tasks may be leased, by this agent's limit and by the room in its engines' KV caches."""
-        rotation = self._keeper.rotation
-        on_their_way = len(self._attempts) - len(self._publishing) - rotation.sessions
-        return min(self._config.agent.max_sessions - len(self._attempts), rotation.room() - on_their_way)
+        """How many more tasks may be leased, by this agent's limit and by the room in its engines' KV caches.
+
+        A session that only waits for its rollout to be stored leaves its place to the next.
+        """
+        rotation, most = self._keeper.rotation, self._config.agent.max_sessions
+        running = len(self._attempts) - len(self._publishing)
+        return min(most - running, 2 * most - len(self._attempts), rotation.room() - (running - rotation.sessions))
 
     async def _until_room(self) -> None:
-        if self._attempts:
-            await asyncio.wait(self._attempts, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(POLL_S)
+        self._moved.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._moved.wait()
 
     def _away(self) -> str:
         """Why the engines are not this agent's to use now; empty if they are."""
@@ -253,6 +262,7 @@ class Agent:
         attempt, head = asyncio.current_task(), self._keeper.tracker.head
         assert attempt is not None
         self._publishing.add(attempt)
+        self._moved.set()
         attempt.add_done_callback(self._publishing.discard)
         try:
             await self._outcomes.finished(lease, nonce, result, head.version if head is not None else None)

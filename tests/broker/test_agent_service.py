@@ -18,6 +18,7 @@ from headway.rollout_agent.engine import server as engine_server
 from headway.rollout_agent.engine.requests import BadRequest
 from headway.rollout_agent.engine.service import model_config
 from headway.rollout_agent.model_shape import ModelShape, hf_config
+from headway.rollout_agent.outcomes import Outcomes
 from headway.schemas import expr_protocol as p
 from headway.schemas import signing
 from headway.schemas.config import Config, parse_config
@@ -326,6 +327,30 @@ async def test_a_full_stream_pushes_back_and_nothing_is_lost(make_stand: Any) ->
     assert {r.outcome for r in rollouts} == {"ok"}
     assert len({r.rollout_id for r in rollouts}) == 20
     assert stand.sandbox.graded < 20 + 8
+
+
+async def test_a_session_whose_rollout_is_being_stored_makes_room_for_one_more(
+    make_stand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = await make_stand(agent__max_sessions=1)
+    stored, finished = asyncio.Event(), Outcomes.finished
+
+    async def late(self: Outcomes, *args: Any) -> None:
+        await stored.wait()
+        await finished(self, *args)
+
+    async def two_graded() -> bool:
+        return bool(stand.sandbox.graded == 2)
+
+    monkeypatch.setattr(Outcomes, "finished", late)
+    async with stand.agent():
+        await stand.until_served(0)
+        await stand.tasks(3)
+        await stand.until(two_graded)
+        await asyncio.sleep(0.3)
+        assert stand.sandbox.graded == 2, "nor more than one"
+        stored.set()
+        assert {r.outcome for r in await stand.until_rollouts(3)} == {"ok"}
 
 
 async def _pushed_back(service: Service) -> bool:
