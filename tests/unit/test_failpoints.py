@@ -30,6 +30,7 @@ NOT_LASTING = {
     "shelf.py:__init__": "a cache: what is gone is read again",
     "shelf.py:_remove": "a cache: what is gone is read again",
     "shelf.py:_write:unlink": "a file that nobody has seen",
+    "held.py": "a hint: a file too few or too many costs a wait or a doubled attempt",
     "mirror.py:reset": "emptying twice is the same",
     "mirror.py:_allocate": "under the marker: emptied at the next start",
 }
