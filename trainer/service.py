@@ -101,14 +101,16 @@ class Trainer:
     async def _stand_by(self) -> None:
         """Wait for the drain. Raises FencedOut when another writer appends, as a rollback does: there is work again."""
         while not self._service.stop.is_set():
-            with contextlib.suppress(UnavailableError):
-                newest = await self._bus.last("LEDGER")
-                if newest is not None and newest.seq != self._ledger.tail.seq:
-                    raise FencedOut(
-                        "another writer has appended to the ledger", hint="start the run again to follow it"
-                    )
+            await self._require_last_word()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.stop.wait(), STAND_BY_S)
+
+    async def _require_last_word(self) -> None:
+        """Raises FencedOut when another writer has appended: what it decided is not known here."""
+        with contextlib.suppress(UnavailableError):
+            newest = await self._bus.last("LEDGER")
+            if newest is not None and newest.seq != self._ledger.tail.seq:
+                raise FencedOut("another writer has appended to the ledger", hint="start the run again to follow it")
 
     # -- taking over ---------------------------------------------------------------------------------------
 
@@ -300,7 +302,8 @@ class Trainer:
             try:
                 await asyncio.wait_for(self._intake.arrived.wait(), WAIT_S)
             except TimeoutError:
-                continue
+                if committed:  # else its own record may be the one that it does not know of yet
+                    await self._require_last_word()
         return None
 
     async def _nothing_in_flight(self) -> bool:
