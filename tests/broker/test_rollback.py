@@ -138,6 +138,22 @@ async def test_a_rollback_fences_out_the_trainer_that_still_runs(make_run: Make)
     assert (await run.history()).head.epoch == 1
 
 
+async def test_a_trainer_without_rollouts_notices_a_rollback_too(make_run: Make) -> None:
+    """It appends nothing, so nothing fences it: it would wait for ever, since all others are on the new line."""
+    run = make_run(steps=50)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with run.dispatcher(), run.trainer() as trainer:
+            async with run.agent(answer_of(run)):
+                await run.wait_for_step(3)
+            head = Version(0, 0)
+            while head != (head := (await run.history()).head):  # what is under way is committed first
+                await asyncio.sleep(1.0)
+            await rollback(run.bus, key_of(run), Version(0, head.n - 1))
+            async with asyncio.timeout(30):
+                await trainer.stop.wait()
+    assert caught.group_contains(FencedOut)
+
+
 async def test_what_cannot_be_rolled_back_to_is_refused_and_changes_nothing(make_run: Make) -> None:
     run = make_run(steps=6)
     async with run.dispatcher(), run.agent(answer_of(run)), run.trainer():
