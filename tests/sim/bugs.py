@@ -115,6 +115,7 @@ def acked_before_published() -> Any:
 
     async def publish(self: Any, lease: Any, *arguments: Any) -> None:
         await lease.ack()
+        await asyncio.sleep(0.1)  # a slow bus
         await real(self, lease, *arguments)
 
     return mock.patch.object(Outcomes, "finished", publish)
