@@ -24,7 +24,19 @@ from headway.kernels.numerics import INVARIANT, Numerics
 from headway.kernels.weights import Experts, Grouped, Prepared
 
 PANEL = 32  # columns of a weight that lie together
-INNER_MAX = 384  # beyond that a BLAS cuts the sum along a product's inner width
+INNER_MAX = 384  # wider sums are cut in ways that are not known here
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How a BLAS sums along a product's inner width: in chains of fused multiply-adds."""
+
+    chain: int  # the longest chain; wider sums are cut in two halves
+    narrow: int = 0  # products of fewer columns are summed as `compiled_loops._narrow` does
+
+
+ORDERS = (Order(chain=384), Order(chain=192, narrow=12))
+"""MKL's with AVX-512 on Intel's processors, and on AMD's. Which one holds in a process is for the self-test to find."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +67,26 @@ def misfit(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> str |
     return None
 
 
-def pack(prepared: Prepared, config: ModelConfig) -> Packed:
-    """For a model without a `misfit`."""
+def pack(prepared: Prepared, config: ModelConfig, order: Order) -> Packed:
+    """For a model without a `misfit`, in the order of sums that the self-test found."""
     attentions, mlps = [], []
     for layer in prepared.layers:
         assert isinstance(layer.attention, Grouped)
         assert isinstance(layer.mlp, Experts)
         attentions.append(layer.attention)
         mlps.append(layer.mlp)
-    stacked = functools.partial(_stacked, prepared)
+    stacked, panels = functools.partial(_stacked, prepared), functools.partial(_panels, chain=order.chain)
+    narrow = config.num_experts < order.narrow
     table = prepared.rotary
     weights = (
         stacked("attention_norm"),
-        _panels([w.wqkv for w in attentions]),
+        panels([w.wqkv for w in attentions]),
         torch.stack([w.qk_norm for w in attentions]).numpy(),
-        _panels([w.wo for w in attentions]),
+        panels([w.wo for w in attentions]),
         stacked("mlp_norm"),
-        _panels([w.router for w in mlps]),
-        _panels([w for mlp in mlps for w in mlp.w13]),
-        _panels([w for mlp in mlps for w in mlp.w2]),
+        _panels([w.router for w in mlps], chain=config.hidden_size if narrow else order.chain),
+        panels([w for mlp in mlps for w in mlp.w13]),
+        panels([w for mlp in mlps for w in mlp.w2]),
         prepared.norm.numpy(),
         table.real.contiguous().numpy(),
         table.imag.contiguous().numpy(),
@@ -86,6 +99,8 @@ def pack(prepared: Prepared, config: ModelConfig) -> Packed:
         np.float32(config.attention_scale),
         config.router.normalise,
         np.float32(config.router.scale),
+        order.chain,
+        narrow,
     )
     return Packed(embed=prepared.embed, weights=weights, settings=settings)
 
@@ -94,12 +109,14 @@ def _stacked(prepared: Prepared, name: str) -> Any:
     return torch.stack([getattr(layer, name) for layer in prepared.layers]).numpy()
 
 
-def _panels(matrices: list[Tensor]) -> Any:
-    """Matrices [n, inner], each as [n / PANEL, inner, PANEL] (n padded with zeros), flat and after one another."""
+def _panels(matrices: list[Tensor], chain: int) -> Any:
+    """Matrices [n, inner], each as [chains, n / PANEL, inner / chains, PANEL] (n padded with zeros), flat and after one
+    another."""
     n, inner = matrices[0].shape
     padded = torch.zeros(len(matrices), -(-n // PANEL) * PANEL, inner)
     padded[:, :n] = torch.stack(matrices)
-    return padded.view(len(matrices), -1, PANEL, inner).transpose(2, 3).contiguous().view(-1).numpy()
+    chains = -(-inner // chain)
+    return padded.view(len(matrices), -1, PANEL, chains, inner // chains).permute(0, 3, 1, 4, 2).reshape(-1).numpy()
 
 
 def decode(

@@ -125,10 +125,25 @@ def _softmax(x, count, padded):
 
 
 @inner
-def _multiply(x, x_at, x_width, which, first, count, w, at, k, columns, out, o, o_width):
-    """Rows which[first : first + count] of x, from element `x_at` on, x_width apart, times packed w [columns / PANEL,
-    k, PANEL] from element `at` on, written from element `o` of out on, o_width apart. All arrays are flat and no
-    number a literal (hence `origin`, a 0), so that this is compiled once. Some rows are computed twice, alike."""
+def _multiply(x, x_at, x_width, which, first, count, w, at, k, chain, columns, out, o, o_width):
+    """Rows which[first : first + count] of x, from element `x_at` on, x_width apart, times w, packed as by
+    `compiled.pack` for chains of at most `chain`, from element `at` on, written from element `o` of out on, o_width
+    apart. All arrays are flat and no number a literal (hence `origin`, a 0), so that this is compiled once."""
+    apart()
+    if k <= chain:
+        _chain(x, x_at, x_width, which, first, count, w, at, k, columns, out, o, o_width)
+        return
+    half, origin, rest = k // 2, k - k, np.empty(count * columns, np.float32)
+    _chain(x, x_at, x_width, which, first, count, w, at, half, columns, out, o, o_width)
+    _chain(x, x_at + half, x_width, which, first, count, w, at + half * columns, half, columns, rest, origin, columns)
+    for row in range(count):
+        for column in range(columns):
+            out[o + row * o_width + column] += rest[row * columns + column]
+
+
+@inner
+def _chain(x, x_at, x_width, which, first, count, w, at, k, columns, out, o, o_width):
+    """`_multiply` in one chain, w [columns / PANEL, k, PANEL]. Some rows are computed twice, alike."""
     apart()
     if count == 1:
         column = 0
@@ -180,7 +195,30 @@ def _turn(qkv, heads, width, weight, cosine, sine, start, eps):
 
 
 @inner
-def _attend(qkv, cache, pages, start, query_heads, scale, order, out):
+def _narrow(x, w, at, columns, out):
+    """x [B, d] times w [d, PANEL], from element `at` on, of at most LANES columns. Products are rounded before they are
+    added. A column has a chain for every fourth position, one that is not among four for every eighth."""
+    apart()
+    sums, fours = np.empty((8, LANES), np.float32), columns // 4 * 4
+    for b in range(x.shape[0]):
+        for lanes, first, last in ((4, 0, fours), (8, fours, columns)):
+            sums[:lanes] = _ZERO
+            for i in range(0, x.shape[1] if first < last else 0, lanes):
+                for lane in range(lanes):
+                    value, row = x[b, i + lane], at + (i + lane) * PANEL
+                    for column in range(LANES):
+                        sums[lane, column] += value * w[row + column]
+            while lanes > 1:
+                lanes //= 2
+                for lane in range(lanes):
+                    for column in range(LANES):
+                        sums[lane, column] += sums[lane + lanes, column]
+            for column in range(first, last):
+                out[b, column] = sums[0, column]
+
+
+@inner
+def _attend(qkv, cache, pages, start, query_heads, scale, chain, order, out):
     """Attention of one token a sequence, after its key and value went into its page. cache [pages, 2K, PAGE, D]."""
     apart()
     width, kv_heads = cache.shape[3], cache.shape[1] // 2
@@ -208,7 +246,7 @@ def _attend(qkv, cache, pages, start, query_heads, scale, order, out):
                         for s in range(PAGE):
                             keys[j * PANEL + i * PAGE + s] = block[s, j]
                 _multiply(
-                    query.ravel(), origin, width, order, origin, group, keys, origin, width, keys.size // width,
+                    query.ravel(), origin, width, order, origin, group, keys, origin, width, chain, keys.size // width,
                     scores.ravel(), n * PAGE, longest,
                 )  # fmt: skip
             for g in range(group):
@@ -222,7 +260,7 @@ def _attend(qkv, cache, pages, start, query_heads, scale, order, out):
                             for j in range(PANEL):
                                 values[(c * count + n * PAGE + s) * PANEL + j] = block[s, c * PANEL + j]
                 _multiply(
-                    scores.ravel(), first, longest, order, origin, group, values, origin, count, width,
+                    scores.ravel(), first, longest, order, origin, group, values, origin, count, chain, width,
                     part.ravel(), origin, width,
                 )  # fmt: skip
                 for g in range(group):
@@ -262,7 +300,7 @@ def _choose(scores, experts, normalise, factor, ids, weights):
 
 
 @inner
-def _mix(h, ids, weights, w13, w2, layer, experts, f, order, out):
+def _mix(h, ids, weights, w13, w2, layer, experts, f, chain, order, out):
     """Add the weighted experts of the rows of h [B, d] to `out` [B, d]."""
     apart()
     batch, d, k, origin = h.shape[0], h.shape[1], ids.shape[1], order[0]
@@ -286,13 +324,17 @@ def _mix(h, ids, weights, w13, w2, layer, experts, f, order, out):
             continue
         at = layer * experts + e
         _multiply(
-            h.ravel(), origin, d, token, first, count, w13, at * 2 * f * d, d, 2 * f, hidden.ravel(), origin, 2 * f
-        )
+            h.ravel(), origin, d, token, first, count, w13, at * 2 * f * d, d, chain, 2 * f,
+            hidden.ravel(), origin, 2 * f,
+        )  # fmt: skip
         for r in range(count):
             for j in range(f):
                 gate = hidden[r, j]
                 hidden[r, j] = gate / (_ONE + _exp(-gate)) * hidden[r, f + j]
-        _multiply(hidden.ravel(), origin, 2 * f, order, origin, count, w2, at * d * f, f, d, y.ravel(), first * d, d)
+        _multiply(
+            hidden.ravel(), origin, 2 * f, order, origin, count, w2, at * d * f, f, chain, d,
+            y.ravel(), first * d, d,
+        )  # fmt: skip
     for b in range(batch):
         for j in range(d):
             total = y[place[b, 0], j] * weights[b, 0]
@@ -304,7 +346,7 @@ def _mix(h, ids, weights, w13, w2, layer, experts, f, order, out):
 @outer
 def decode(
     x, attention_norm, wqkv, qk_norm, wo, mlp_norm, router, w13, w2, norm, cosine, sine, cache, pages, start,
-    query_heads, experts, f, eps, scale, normalise, factor, routes, scores, hidden,
+    query_heads, experts, f, eps, scale, normalise, factor, chain, narrow, routes, scores, hidden,
 ):  # fmt: skip
     """One token of each sequence through all layers; True when some row's choice of experts is open (see _choose).
 
@@ -321,27 +363,30 @@ def decode(
     for n in range(attention_norm.shape[0]):
         _norm(x, attention_norm[n], eps, h)
         _multiply(
-            h.ravel(), origin, d, order, origin, batch, wqkv, n * columns * d, d, columns,
+            h.ravel(), origin, d, order, origin, batch, wqkv, n * columns * d, d, chain, columns,
             qkv.ravel(), origin, columns,
         )  # fmt: skip
         _turn(qkv, heads, width, qk_norm[n], cosine, sine, start, eps)
-        _attend(qkv, cache[n], pages, start, query_heads, scale, order, seen)
+        _attend(qkv, cache[n], pages, start, query_heads, scale, chain, order, seen)
         inside = query_heads * width
         _multiply(
-            seen.ravel(), origin, inside, order, origin, batch, wo, n * d * inside, inside, d,
+            seen.ravel(), origin, inside, order, origin, batch, wo, n * d * inside, inside, chain, d,
             projected.ravel(), origin, d,
         )  # fmt: skip
         for b in range(batch):
             for j in range(d):
                 x[b, j] += projected[b, j]
         _norm(x, mlp_norm[n], eps, h)
-        _multiply(
-            h.ravel(), origin, d, order, origin, batch, router, n * e_width * d, d, e_width,
-            scores[n].ravel(), origin, e_width,
-        )  # fmt: skip
+        if narrow:
+            _narrow(h, router, n * e_width * d, experts, scores[n])
+        else:
+            _multiply(
+                h.ravel(), origin, d, order, origin, batch, router, n * e_width * d, d, chain, e_width,
+                scores[n].ravel(), origin, e_width,
+            )  # fmt: skip
         for b in range(batch):
             _softmax(scores[n, b], experts, experts)
             open_question |= _choose(scores[n, b], experts, normalise, factor, routes[b, n], weights[b])
-        _mix(h, routes[:, n], weights, w13, w2, n, experts, f, order, x)
+        _mix(h, routes[:, n], weights, w13, w2, n, experts, f, chain, order, x)
     _norm(x, norm, eps, hidden)
     return open_question

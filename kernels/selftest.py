@@ -31,9 +31,9 @@ _DECODED = (1, 2, 3, 5, 13, 40)  # batches that compiled code decodes
 
 
 @functools.cache
-def compiled_decoding(config: ModelConfig, compute_dtype: torch.dtype, numerics: Numerics) -> str | None:
-    """None when compiled decoding may be used for this model: it fits, and has the bits of the other path on a smaller
-    model of the same widths. Else why not. Compiles (seconds) when numba's cache is cold."""
+def compiled_decoding(config: ModelConfig, compute_dtype: torch.dtype, numerics: Numerics) -> compiled.Order | str:
+    """The order of sums with which compiled decoding may be used for this model: it fits, and has the bits of the other
+    path on a smaller model of the same widths. Else why not. Compiles (seconds) when numba's cache is cold."""
     if why := compiled.misfit(config, compute_dtype, numerics):
         return why
     small = _smaller(config, min(config.num_experts, LANES + config.num_experts % LANES))
@@ -41,11 +41,13 @@ def compiled_decoding(config: ModelConfig, compute_dtype: torch.dtype, numerics:
     try:
         with torch.no_grad():
             prepared = prepare(init_weights(small, 0), small, compute_dtype)
-            packed = compiled.pack(prepared, small)
-            same = all(_decodes_alike(prepared, packed, small, b, rng) for b in _DECODED)
+            for order in compiled.ORDERS:
+                packed = compiled.pack(prepared, small, order)
+                if all(_decodes_alike(prepared, packed, small, b, rng) for b in _DECODED):
+                    return order
     except Exception as error:  # whatever a compiler may raise: there is another way
         return f"it fails: {error!r:.300}"
-    return None if same else "its bits differ from torch's on this machine"
+    return "its bits differ from torch's on this machine"
 
 
 def _decodes_alike(

@@ -51,7 +51,7 @@ def core_settings(config: Config) -> CoreSettings:
             hint="set engine.threads = 1, or engine.numerics = 'replay'",
         )
     numerics = INVARIANT if bitwise else FAST
-    if why := selftest.compiled_decoding(model_config(config), dtype, numerics):
+    if isinstance(why := selftest.compiled_decoding(model_config(config), dtype, numerics), str):
         log.info("decoding_not_compiled", why=why)
     return CoreSettings(
         slots=config.engine.slots,

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from headway.kernels.compiled import Packed, pack
+from headway.kernels.compiled import Order, Packed, pack
 from headway.kernels.config import ModelConfig
 from headway.kernels.numerics import INVARIANT, Numerics
 from headway.kernels.quant import dequantise, stored_layout
@@ -83,7 +83,8 @@ def load_weights(
         )
     with torch.no_grad():
         prepared = prepare(dequantise(tensors, torch.float32), config, compute_dtype)
-        packed = pack(prepared, config) if compiled_decoding(config, compute_dtype, numerics) is None else None
+        order = compiled_decoding(config, compute_dtype, numerics)
+        packed = pack(prepared, config, order) if isinstance(order, Order) else None
     found = MappingProxyType(tensors)
     return Weights(version=version, config=config, tensors=found, prepared=prepared, packed=packed), len(fresh)
 

@@ -18,19 +18,24 @@ pytest.importorskip("numba", reason="the extra `fast` is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_decoding")
 
 
+def pack(prepared, config):
+    return compiled.pack(prepared, config, selftest.compiled_decoding(config, torch.float32, INVARIANT))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"num_experts": 20, "num_experts_per_tok": 4, "num_key_value_heads": 1},
         {"num_attention_heads": 2, "head_dim": 64, "norm_topk_prob": False, "tie_word_embeddings": True},
+        {"hidden_size": 224, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 256, "num_experts": 11},
     ],
-    ids=["plain", "many experts, one key head", "wide heads"],
+    ids=["plain", "many experts, one key head", "wide heads", "widths that are summed in halves"],
 )
 def test_decoding_along_a_sequence_gives_the_bits_of_a_full_forward(make_model, make_batch, changes):
     model = make_model(gain=2.0, **(WIDTHS | changes))
     prepared, config = model.prepared(), model.config
-    packed, lengths = compiled.pack(prepared, config), [1, 17, 40, 150, 165]
+    packed, lengths = pack(prepared, config), [1, 17, 40, 150, 165]
     ids, sizes = make_batch(config, lengths)
     full = forward_full(prepared, config, ids, sizes)
     each = -(-max(lengths) // PAGE)
@@ -47,15 +52,25 @@ def test_decoding_along_a_sequence_gives_the_bits_of_a_full_forward(make_model, 
 
 def test_the_self_test_approves_and_notices_one_wrong_bit(make_model, monkeypatch):
     config = make_model(**WIDTHS).config
-    assert selftest.compiled_decoding.__wrapped__(config, torch.float32, INVARIANT) is None
-    pack = compiled.pack
+    assert selftest.compiled_decoding.__wrapped__(config, torch.float32, INVARIANT) in compiled.ORDERS
+    right = compiled.pack
 
-    def wrong(prepared, config):
-        packed = pack(prepared, config)
-        packed.weights[3].view("int32")[5] ^= 1
+    def wrong(*args):
+        packed = right(*args)
+        packed.weights[0].view("int32")[0, 5] ^= 1
         return packed
 
     monkeypatch.setattr(compiled, "pack", wrong)
+    assert "bits differ" in selftest.compiled_decoding.__wrapped__(config, torch.float32, INVARIANT)
+
+
+def test_an_order_of_sums_that_is_not_this_machines_is_refused(make_model, monkeypatch):
+    """The widths are such that the known orders differ."""
+    config = make_model(hidden_size=224, head_dim=32, moe_intermediate_size=32).config
+    found = selftest.compiled_decoding.__wrapped__(config, torch.float32, INVARIANT)
+    others = tuple(order for order in compiled.ORDERS if order != found)
+    assert len(others) == len(compiled.ORDERS) - 1
+    monkeypatch.setattr(compiled, "ORDERS", others)
     assert "bits differ" in selftest.compiled_decoding.__wrapped__(config, torch.float32, INVARIANT)
 
 
@@ -79,7 +94,7 @@ def test_a_tie_between_experts_is_settled_by_torch(make_model):
     name = "model.layers.1.mlp.gate.weight"
     model.weights[name] = model.weights[name][:1].expand(5, -1).clone()
     prepared = model.prepared()
-    packed = compiled.pack(prepared, model.config)
+    packed = pack(prepared, model.config)
     start = torch.zeros(2, dtype=torch.int64)
     ids, kv = torch.tensor([3, 4]), KVCache.allocate(model.config, 2, torch.float32).kv
     assert compiled.decode(packed, kv, torch.tensor([[1], [0]]), start, ids, 2) is None
@@ -95,7 +110,7 @@ def test_what_is_not_finite_stays_so(make_model, name):
     model.weights[name][0, 0] = float("nan")
     with torch.no_grad():
         prepared = prepare(model.weights, model.config, torch.float32)
-    out, _ = _step(model, compiled.pack(prepared, model.config), prepared)
+    out, _ = _step(model, pack(prepared, model.config), prepared)
     assert out.hidden.isnan().any()
 
 
