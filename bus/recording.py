@@ -6,6 +6,7 @@ index (a writer was killed) is cut off by the next writer and never read; memory
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -86,9 +87,12 @@ class Contents:
                 self.runs[run.stream].append(run)
             else:
                 key, size_bytes, offsets = entry[1:]
-                if not 0 <= size_bytes <= OBJECT_BYTES_MAX:
-                    raise ValueError(f"an index names {str(key)[:100]!r} of {size_bytes} bytes")
-                self.objects[str(key)] = Object(size_bytes, None if offsets is None else tuple(offsets))
+                parts = None if offsets is None else tuple(map(operator.index, offsets))
+                if not 0 <= size_bytes <= OBJECT_BYTES_MAX or len(parts or ()) != -(-size_bytes // PART_BYTES):
+                    raise ValueError(
+                        f"an index names {str(key)[:100]!r} of {size_bytes} bytes in {len(parts or ())} parts"
+                    )
+                self.objects[str(key)] = Object(size_bytes, parts)
 
 
 class Blocks:
@@ -117,6 +121,8 @@ class Blocks:
         if len(stored) < stored_bytes or checksum(kind, raw_bytes, stored) != expected:
             raise InputError(f"{where} is damaged", why="its checksum does not match", hint=HINT)
         try:
+            if zstandard.frame_content_size(stored) > RAW_BYTES_MAX:  # which would be believed, whatever is asked for
+                raise ValueError(f"it unpacks to more than {RAW_BYTES_MAX} bytes")
             raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=RAW_BYTES_MAX)
             return msgpack.unpackb(raw, raw=False, strict_map_key=True)
         except Exception as error:  # both raise many types on hostile bytes
@@ -127,13 +133,13 @@ class Blocks:
         found = Contents(end=self._after_first())
         offset = self._last_index(size_bytes, found.end)
         chain: list[tuple[int, Any]] = []
-        while offset:
-            chain.append((offset, self.read(offset, INDEX)))
-            before = chain[-1][1]["previous"]
-            if not 0 <= before < offset:
-                raise InputError(f"{self._name}: the index at byte {offset} continues byte {before}", hint=HINT)
-            offset = before
         try:
+            while offset:
+                chain.append((offset, self.read(offset, INDEX)))
+                before = operator.index(chain[-1][1]["previous"])
+                if not 0 <= before < offset:
+                    raise ValueError(f"the one at byte {offset} continues byte {before}")
+                offset = before
             for _, index in reversed(chain):
                 found.add(index["entries"])
                 found.cursors = {str(stream): int(seq) for stream, seq in index["cursors"].items()}
@@ -202,6 +208,8 @@ class Recording:
             check_start(self._file, path)
             self._blocks = Blocks(self._file, str(path))
             self.about: dict[str, Any] = self._blocks.read(START.size, ABOUT)
+            if not isinstance(self.about, dict):
+                raise InputError(f"{path} does not say what it records", hint=HINT)
             self.contents = self._blocks.contents(os.fstat(self._file.fileno()).st_size)
         except BaseException:
             self._file.close()
@@ -274,7 +282,10 @@ class Recording:
         if run.offset not in self._cached:
             value = self._blocks.read(run.offset, MESSAGES)
             try:
-                found = [StoredMessage(s, n, dict(h), bytes(b), us / 1e6) for n, s, us, h, b in value["messages"]]
+                found = [
+                    StoredMessage(str(s), operator.index(n), dict(h), _bytes(b), us / 1e6)
+                    for n, s, us, h, b in value["messages"]
+                ]
                 seqs = [message.seq for message in found]
                 if value["stream"] != run.stream or seqs != sorted(set(seqs)) or len(seqs) != run.count:
                     raise ValueError(f"it holds {len(seqs)} messages of {value['stream']}")
@@ -288,9 +299,19 @@ class Recording:
 
     def _part(self, key: str, number: int, offset: int) -> bytes:
         value = self._blocks.read(offset, PART)
-        if (value.get("key"), value.get("part")) != (key, number):
-            raise InputError(f"{self.path}, block at byte {offset} is no part {number} of {key}", hint=HINT)
-        return bytes(value["data"])
+        try:
+            if (value["key"], value["part"]) == (key, number):
+                return _bytes(value["data"])
+        except (KeyError, TypeError):
+            pass
+        raise InputError(f"{self.path}, block at byte {offset} is no part {number} of {key}", hint=HINT)
+
+
+def _bytes(value: Any) -> bytes:
+    """`bytes(n)` would be n zeros. Raises TypeError."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} where bytes are due")
+    return value
 
 
 def check_start(file: BinaryIO, path: Path) -> None:

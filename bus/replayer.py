@@ -109,7 +109,8 @@ class Replayer:
             suffix = str(stream.name).rpartition("-")[2]
             self._last[suffix] = await self._adopt(stream, suffix)
         for key, known in self.recording.contents.objects.items():
-            if known.offsets is not None and not key.startswith(f"{self.bus.run}/files/"):
+            own = key.startswith(f"{self.bus.run}/") and not key.startswith(f"{self.bus.run}/files/")
+            if known.offsets is not None and own:  # one store may hold many runs
                 await store.put(key, self.recording.object(key) or b"")
 
     async def _adopt(self, stream: StreamConfig, suffix: str) -> int:

@@ -16,7 +16,7 @@ from headway.deploy.local import with_bus
 from headway.deploy.run_folder import RunFolder
 from headway.rollout_agent.model_shape import hf_config
 from headway.schemas import rewards
-from headway.schemas.config import Config
+from headway.schemas.config import LOCAL_SECTIONS, Config
 from headway.schemas.errors import ConfigError, InputError
 from headway.schemas.ledger import Genesis
 
@@ -58,9 +58,17 @@ async def read_recording(path: Path, read: Read, *, allow_code: bool = False) ->
 async def _recorded_config(bus: Bus) -> Config:
     async for link in LedgerReader(bus).links():
         if isinstance(link.record.body, Genesis):
-            return Config.model_validate(link.record.body.config)
+            return _shared(link.record.body.config)
         break
     raise InputError(f"run {bus.run} was recorded before it began", why="there is no genesis in it")
+
+
+def _shared(recorded: Mapping[str, Any]) -> Config:
+    """What a run's services agree on; addresses and folders are the reader's own. Raises InputError."""
+    try:
+        return Config.model_validate({name: value for name, value in recorded.items() if name not in LOCAL_SECTIONS})
+    except ValueError as error:
+        raise InputError("the recorded configuration is none", why=str(error)[:300]) from None
 
 
 def _refuse_code(config: Config) -> None:

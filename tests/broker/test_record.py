@@ -204,5 +204,6 @@ def test_a_hostile_block_is_not_decompressed_beyond_its_bound(tmp_path: Path) ->
     bomb = zstandard.compress(bytes(layout.RAW_BYTES_MAX * 4))
     head = layout.BLOCK.pack(layout.BLOCK_MAGIC, layout.ABOUT, len(bomb), 10, layout.checksum(layout.ABOUT, 10, bomb))
     path.write_bytes(bytes(data[: layout.START.size]) + head + bomb)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be read") as refused:
         Recording(path)
+    assert "unpacks to more" in refused.value.why

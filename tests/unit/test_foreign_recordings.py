@@ -7,7 +7,8 @@ import pytest
 from headway.deploy import sources
 from headway.deploy.cli.main import main
 from headway.schemas.config import Config
-from headway.schemas.sections import RewardConfig
+from headway.schemas.errors import InputError
+from headway.schemas.sections import BusConfig, RewardConfig, StoreConfig
 
 RECORDING = str(Path(__file__).parents[1] / "golden" / "expr.hwr")
 
@@ -40,3 +41,14 @@ def test_it_is_taken_when_it_is_allowed_and_ours_always(named) -> None:
     assert main(["audit", "--from", RECORDING, "--allow-code"]) == 0
     named(length_penalty="headway.schemas.rewards:concave")
     assert main(["audit", "--from", RECORDING]) == 0
+
+
+def test_where_a_recording_would_have_things_put_is_left_to_who_reads_it(tmp_path: Path) -> None:
+    foreign = Config(store=StoreConfig(url=str(tmp_path / "home")), bus=BusConfig(url="nats://elsewhere:4222"))
+    found = sources._shared({**foreign.model_dump(), "run": {"name": "golden"}})
+    assert (found.run.name, found.store, found.bus) == ("golden", StoreConfig(), BusConfig())
+
+
+def test_a_recorded_configuration_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="configuration"):
+        sources._shared({"grpo": {"seeed": 1}})

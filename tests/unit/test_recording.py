@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headway.bus import recording as layout
+from headway.bus.blobs import ObstoreBlobs
 from headway.bus.direct import StoredMessage
 from headway.bus.recorded import RecordedBus, matches
 from headway.bus.recording import PART_BYTES, Recording
 from headway.bus.recording_writer import RecordingWriter
+from headway.bus.replayer import Replayer
 from headway.schemas.errors import InputError, UnavailableError
 
 ABOUT: dict[str, Any] = {"run": "r", "selection": {}}
@@ -171,3 +174,65 @@ def test_subjects_match_as_in_nats() -> None:
     assert not matches("a.*", "a.b.c")
     assert not matches("a.>", "a")
     assert not matches("a.b.c", "a.b")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["object", "r/ckpt/x", 3, []],
+        ["object", "r/ckpt/x", 3, ["12"]],
+        ["object", "r/ckpt/x", 3, [1, 2]],
+        ["object", "r/ckpt/x", 1 << 39, [1]],
+    ],
+)
+def test_an_index_whose_objects_do_not_fit_their_parts_is_refused(tmp_path: Path, entry: list[Any]) -> None:
+    with RecordingWriter(tmp_path / "file", ABOUT) as writer:
+        writer._entries, writer._dirty = [entry], True
+        writer.commit(whole=True)
+    with pytest.raises(InputError, match="an index cannot be read"):
+        Recording(tmp_path / "file")
+
+
+@pytest.mark.parametrize("previous", [None, "x", -1, 1 << 40])
+def test_an_index_that_continues_nothing_is_refused(tmp_path: Path, previous: Any) -> None:
+    with RecordingWriter(tmp_path / "file", ABOUT) as writer:
+        writer.contents.index = previous
+        writer.commit(whole=True)
+    with pytest.raises(InputError, match="an index cannot be read"):
+        Recording(tmp_path / "file")
+
+
+def test_a_number_in_place_of_bytes_is_refused_and_not_made_into_so_many_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with RecordingWriter(path, ABOUT) as writer:
+        rows = [[1, "rl.r.rollout.east.a", 0, {}, 1 << 10]]
+        writer._note(
+            "messages", "ROLLOUTS", 1, 1, 1, writer._append(layout.MESSAGES, {"stream": "ROLLOUTS", "messages": rows})
+        )
+        offset = writer._append(layout.PART, {"key": "r/ckpt/x", "part": 0, "data": 1 << 10})
+        writer.add_object("r/ckpt/x", 3, [offset])
+        writer.commit(whole=True)
+    with Recording(path) as recording:
+        with pytest.raises(InputError, match="not what the index says"):
+            recording.batch("ROLLOUTS", 1)
+        with pytest.raises(InputError, match="is no part 0"):
+            recording.object("r/ckpt/x")
+
+
+def test_a_recording_that_says_nothing_of_itself_is_refused(tmp_path: Path) -> None:
+    with RecordingWriter(tmp_path / "file", []) as writer:  # type: ignore[arg-type]
+        writer.commit(whole=True)
+    with pytest.raises(InputError, match="does not say what it records"):
+        Recording(tmp_path / "file")
+
+
+async def test_objects_of_other_runs_are_not_put_into_a_store_that_may_hold_those(tmp_path: Path) -> None:
+    path, store = tmp_path / "file", ObstoreBlobs.open("memory://")
+    with RecordingWriter(path, ABOUT) as writer:
+        for key in ("r/ckpt/x", "other/ckpt/x", "r/files/config.json"):
+            writer.add_object(key, 3, [writer.add_part(key, 0, b"abc")])
+        writer.commit(whole=True)
+    with Recording(path) as recording:
+        replayer = Replayer(recording=recording, bus=RecordedBus(recording))
+        await replayer.prepare(store, SimpleNamespace(streams=list))  # type: ignore[arg-type]
+    assert [key async for key, _ in store.list("")] == ["r/ckpt/x"]
