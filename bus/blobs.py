@@ -137,10 +137,13 @@ class ObstoreBlobs:
         failpoint("delete.after")
 
     async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """(key, size in bytes) of every object below `prefix`."""
-        async for batch in obstore.list(self._store, prefix=prefix):
-            for meta in batch:
-                yield meta["path"], meta["size"]
+        """(key, size in bytes) of every object below `prefix`. Raises UnavailableError; some may have come by then."""
+        try:
+            async for batch in obstore.list(self._store, prefix=prefix):
+                for meta in batch:
+                    yield meta["path"], meta["size"]
+        except (BaseError, OSError) as error:
+            raise _unavailable(f"list {prefix}", 1, error) from None
 
     async def _retry(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         wait_s = BACKOFF_S_FIRST
@@ -151,11 +154,15 @@ class ObstoreBlobs:
                 raise MissingBlob(f"{what}: no such object") from None
             except (BaseError, OSError) as error:
                 if attempt == self._attempts:
-                    raise UnavailableError(
-                        f"{what} failed {attempt} times",
-                        why=str(error).splitlines()[0][:300],
-                        hint="check the store's address, credentials and free space",
-                    ) from None
+                    raise _unavailable(what, attempt, error) from None
                 await asyncio.sleep(wait_s * (0.5 + random.random()))
                 wait_s = min(wait_s * 2, BACKOFF_S_MAX)
         raise AssertionError("unreachable")
+
+
+def _unavailable(what: str, attempts: int, error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"{what} failed {attempts} time{'s' if attempts > 1 else ''}",
+        why=(str(error).splitlines() or [repr(error)])[0][:300],
+        hint="check the store's address, credentials and free space",
+    )

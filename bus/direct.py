@@ -61,12 +61,8 @@ async def get_batches(
 
 async def get_one(client: Client, stream: str, seq: int) -> StoredMessage | None:
     """The message at exactly `seq`, None when the stream no longer has it. Raises UnavailableError."""
-    subject = f"$JS.API.DIRECT.GET.{stream}"
-    try:
-        message = await client.request(subject, json.dumps({"seq": seq}).encode(), timeout=REPLY_S_MAX)
-    except (nats.errors.Error, OSError, TimeoutError) as error:
-        raise UnavailableError(f"cannot read {stream} at {seq}", why=repr(error)[:200]) from None
-    return _stored(message) if (message.headers or {}).get("Status") is None else None
+    found = await (await _Batch.ask(client, stream, seq, ">", messages=1)).whole()
+    return next((message for message in found if message.seq == seq), None)
 
 
 class _Batch:
@@ -78,13 +74,15 @@ class _Batch:
         self._subscription: Subscription | None = None
 
     @classmethod
-    async def ask(cls, client: Client, stream: str, start_seq: int, filter_subject: str) -> Self:
+    async def ask(
+        cls, client: Client, stream: str, start_seq: int, filter_subject: str, messages: int = BATCH_MESSAGES
+    ) -> Self:
         """Raises UnavailableError."""
         batch, inbox = cls(f"{stream} from {start_seq}"), client.new_inbox()
         request = {
             "seq": max(1, start_seq),
             "next_by_subj": filter_subject,
-            "batch": BATCH_MESSAGES,
+            "batch": messages,
             "max_bytes": BATCH_BYTES,
         }
         try:
@@ -106,7 +104,7 @@ class _Batch:
                 await subscription.unsubscribe()
 
     async def take(self, message: Msg) -> None:
-        status = (message.headers or {}).get("Status")
+        status = _status(message)
         if self._end.done():
             return
         if status is None:
@@ -132,6 +130,12 @@ class _Batch:
             return self._found
         finally:
             await self.close()
+
+
+def _status(message: Msg) -> str | None:
+    """What the server says instead of a stored message. To that it adds a sequence, whatever its publisher added."""
+    headers = message.headers or {}
+    return None if "Nats-Sequence" in headers else headers.get("Status", "unknown")
 
 
 def _stored(message: Msg) -> StoredMessage:

@@ -16,7 +16,7 @@ import structlog
 from headway.bus import rpc
 from headway.bus.blobs import ObstoreBlobs
 from headway.bus.connection import Bus
-from headway.bus.reader import read_all, read_batch
+from headway.bus.reader import read_all, read_at, read_batch
 from headway.bus.server import find_nats_server, free_port, wait_listening
 from headway.deploy import summary
 from headway.deploy.cli import main as cli
@@ -197,3 +197,25 @@ async def test_a_server_without_jetstream_or_without_the_runs_streams_is_named(t
         server.wait(10)
     assert "JetStream is off" in caught.value.why
     assert "headway topology" in caught.value.hint
+
+
+@pytest.mark.parametrize("status", ["204", "404", "408", "503"])
+async def test_a_message_that_poses_as_the_end_of_a_batch_is_a_message(bus: Bus, status: str) -> None:
+    subject = bus.subjects.rollout("east", "x")
+    posing = {"Status": status, "Nats-Subject": bus.subjects.rollout("west", "y"), "Nats-Sequence": "99"}
+    for headers in ({}, posing, {}):
+        await bus.js.publish(subject, b"\xc1", headers=headers)
+    found = await read_batch(bus, "ROLLOUTS", 1)
+    assert [(one.subject, one.seq) for one in found] == [(subject, seq) for seq in (1, 2, 3)]
+    posed = await read_at(bus, "ROLLOUTS", 2)
+    assert posed is not None
+    assert (posed.subject, posed.seq, posed.headers) == (subject, 2, {"Status": status})
+    assert await read_at(bus, "ROLLOUTS", 4) is None
+
+
+async def test_a_listing_of_a_store_that_is_away_says_so_as_every_other_call() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}/bucket"
+        with pytest.raises(UnavailableError, match=r"^list r/sessions failed 1 time; why: .*try: "):
+            _ = [key async for key, _ in ObstoreBlobs.open(address).list("r/sessions")]

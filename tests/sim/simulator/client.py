@@ -163,10 +163,6 @@ class Client:
             self.server.reply(client.life, _resolve, future, Msg(subject=inbox, data=body, headers=None, reply=""))
 
     async def request(self, subject: str, body: bytes, timeout: float) -> Msg:
-        if subject.startswith("$JS.API.DIRECT.GET."):
-            stream = self.server.by_name[subject.removeprefix("$JS.API.DIRECT.GET.")]
-            message: Msg = await self.ask(lambda: self.server.direct_get(stream, json.loads(body))[0], timeout)
-            return message
         self.server.requests += 1
         inbox, future = self.new_inbox(), self.loop.create_future()
         self.server.waiting[inbox] = (self, future)

@@ -227,11 +227,6 @@ class Server:
         self.subscriptions = [subscription for subscription in self.subscriptions if subscription.life.alive]
 
     def direct_get(self, stream: Stream, request: dict[str, Any]) -> list[Msg]:
-        if "batch" not in request:
-            seq = int(request["seq"])
-            if not 1 <= seq <= stream.last_seq:
-                return [Msg(subject="", data=b"", headers={"Status": "404"}, reply="")]
-            return [self._direct(stream, seq)]
         start = int(request["seq"])
         found = []
         size = 0
