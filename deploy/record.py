@@ -19,14 +19,22 @@ from headway.deploy.sources import files_of
 from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError, UnavailableError
 from headway.schemas.leases import Lease
+from headway.schemas.ledger import LedgerEntry
+from headway.schemas.messages import BUS_MESSAGES
+from headway.schemas.version import VERSION_MAX
 from headway.schemas.wire import digest_of, pack
 
 SUFFIX = ".hwr"
+KINDS = {LedgerEntry.KIND, *BUS_MESSAGES}
 Say = Callable[[str], None]
 
 
 def selection_of(options: argparse.Namespace) -> Selection:
     """Raises ConfigError."""
+    if unknown := sorted(set(options.kind) - KINDS):
+        raise ConfigError(
+            f"--kind {unknown[0][:80]!r}", why="no message is of that kind", hint=", ".join(sorted(KINDS))
+        )
     return Selection(
         since_s=_time(options.since),
         until_s=_time(options.until),
@@ -52,8 +60,9 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if not (first.isdecimal() and (last or first).isdecimal() and (dots or not last)):
         raise ConfigError(f"--steps {text!r}", why="a step or a range of steps is due", hint="--steps 3..7")
     found = int(first), int(last or first)
-    if not 1 <= found[0] <= found[1]:
-        raise ConfigError(f"--steps {text!r} is empty", hint="--steps 3..7")
+    if not 1 <= found[0] <= found[1] <= VERSION_MAX:
+        why = f"a last step is not before the first, and at most {VERSION_MAX}"
+        raise ConfigError(f"--steps {text[:80]!r} is empty", why=why, hint="--steps 3..7")
     return found
 
 

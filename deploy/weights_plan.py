@@ -31,6 +31,8 @@ SAMPLE_BYTES = 64 << 20
 FIRST_WINDOW_BYTES = 10 * 1448
 """What TCP sends before the first acknowledgement."""
 GOODPUT = 0.95
+VALUE_MAX = 1e100
+"""Of whatever a plan is made of."""
 """Of a link's rate, what headers leave."""
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -187,7 +189,6 @@ def _transfer_s(size: float, bytes_per_s: float, rtt_s: float, limits: TransferL
 
 def command(options: argparse.Namespace, say: Say) -> int:
     """Print the plan. Raises ConfigError for a rates file that is none."""
-    rates = _read(options.rates) if options.rates else measure(options.changed)
     shape = Shape(
         model_bytes=options.params * options.bytes_per_param,
         ranks=options.ranks,
@@ -202,8 +203,11 @@ def command(options: argparse.Namespace, say: Say) -> int:
         lan=options.lan_gbit * 1e9 / 8,
         warm=options.warm,
     )
-    if min(value for name, value in asdict(shape).items() if name != "warm") <= 0:
-        raise ConfigError("a size, a count or a rate of the plan is not above 0")
+    if not all(0 < value <= VALUE_MAX for name, value in asdict(shape).items() if name != "warm"):
+        raise ConfigError(f"a size, a count or a rate of the plan is not above 0, or is above {VALUE_MAX:g}")
+    if not 0 <= options.changed <= 1:
+        raise ConfigError(f"--changed {options.changed:g}", why="it is a share of all elements", hint="--changed 0.01")
+    rates = _read(options.rates) if options.rates else measure(options.changed)
     found = plan(shape, rates)
     if options.json:
         say(json.dumps({"shape": asdict(shape), "rates": asdict(rates), "plan": asdict(found)}))
@@ -237,7 +241,10 @@ def table(shape: Shape, rates: Rates, found: Plan) -> Iterator[str]:
 def _read(path: Path) -> Rates:
     try:
         found = json.loads(path.read_text())
-        return Rates(**{field.name: float(found["rates"][field.name]) for field in fields(Rates)})
+        rates = {field.name: float(found["rates"][field.name]) for field in fields(Rates)}
+        if wrong := [name for name, value in rates.items() if not 0 < value <= VALUE_MAX]:
+            raise ValueError(f"{wrong[0]} = {rates[wrong[0]]} is no rate")
+        return Rates(**rates)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} holds no rates", why=repr(error)[:200], hint="`headway weights plan --json > FILE` makes it"

@@ -78,6 +78,8 @@ class Config(Section):
             raise ValueError(
                 "model.rollout_dtype = int4 needs hidden_size and moe_intermediate_size in multiples of 32"
             )
+        if not self.model.base:
+            self._check_model()
         if len(set(self.eval.at)) != len(self.eval.at):
             raise ValueError("eval.at names a moment twice")
         if self.staleness.swap_slack > self.staleness.max_lag:
@@ -98,6 +100,15 @@ class Config(Section):
         if not self.regions:
             raise ValueError("regions is empty: nobody would roll out")
         return self
+
+    def _check_model(self) -> None:
+        model = self.model
+        if model.num_attention_heads % model.num_key_value_heads:
+            raise ValueError("model.num_attention_heads must be a multiple of model.num_key_value_heads")
+        if model.head_dim % 2:
+            raise ValueError("model.head_dim must be even: positions turn pairs of its numbers")
+        if model.num_experts_per_tok > model.num_experts:
+            raise ValueError("model.num_experts_per_tok is above model.num_experts")
 
     def _check_session(self) -> None:
         agent, tasks = self.agent, self.tasks
@@ -149,7 +160,7 @@ def parse_config(text: str, origin: str, overrides: dict[str, Any] | None = None
     """
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{origin} is not TOML", why=str(error)) from None
     for dotted, value in (overrides or {}).items():
         node = raw

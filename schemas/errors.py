@@ -61,6 +61,10 @@ def from_os(error: OSError) -> UnavailableError | None:
         errno.EDQUOT: "free disk space or raise the quota; what was written before is whole",
         errno.EROFS: "a folder that can be written (--run-dir, HEADWAY_RUN_DIR)",
         errno.EACCES: "a folder that can be written (--run-dir, HEADWAY_RUN_DIR), or its permissions",
+        **dict.fromkeys(
+            (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM),
+            "another path: this one cannot be made, or is something else already",
+        ),
     }
     if error.errno not in hints:
         return None

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headway.schemas.ids import Id
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+INT_MAX = (1 << 63) - 1
+Positive = Annotated[int, Field(ge=1, le=INT_MAX)]
+Count = Annotated[int, Field(ge=0, le=INT_MAX)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
@@ -75,8 +76,8 @@ class ModelSection(Section):
     num_experts: Annotated[int, Field(ge=2, le=1024)] = 8
     num_experts_per_tok: Positive = 2
     max_position_embeddings: Positive = 256
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     rollout_dtype: Literal["bfloat16", "float16", "fp8", "int4"] = "bfloat16"
     """How weights travel and engines hold them: fp8 in blocks of 128 x 128, int4 (experts alone) in groups of 32."""

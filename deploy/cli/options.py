@@ -10,6 +10,7 @@ from headway.deploy.cli.operating import add_operating
 from headway.deploy.cli.recording import ALLOW_CODE, add_recording
 from headway.deploy.cli.weights import add_weights
 from headway.schemas.errors import ConfigError
+from headway.schemas.sections import INT_MAX
 from headway.schemas.version import Version
 
 SERVICES = {
@@ -44,7 +45,7 @@ def parser() -> Parser:
         commands.add_parser(name, parents=[shared], help=f"service: {text}")
     engine = commands.add_parser("engine", parents=[shared], help="service: the local inference engine")
     engine.add_argument("--host", default="127.0.0.1")
-    engine.add_argument("--port", type=int, required=True)
+    engine.add_argument("--port", type=_port, required=True, help="0: any that is free")
     engine.add_argument("--name", default="engine", help="shown in logs")
     commands.add_parser("midtrain", parents=[shared], help="make the base model of a run: version 0")
 
@@ -53,8 +54,8 @@ def parser() -> Parser:
     )
     build = tasks.add_parser("build", parents=[shared], help="write a task set as JSONL")
     build.add_argument("env", choices=["expr", "repo"])
-    build.add_argument("--seed", type=int, help="default: tasks.seed")
-    build.add_argument("--sessions", type=int, help="demonstrations; default: tasks.demonstrations")
+    build.add_argument("--seed", type=_count, help="default: tasks.seed")
+    build.add_argument("--sessions", type=_count, help="demonstrations; default: tasks.demonstrations")
     build.add_argument("--out", type=Path, help="default: tasks/ of the run folder")
 
     doctor = commands.add_parser("doctor", parents=[shared], help="try whether machine, bus and store can carry a run")
@@ -107,6 +108,18 @@ def parser() -> Parser:
     show = config.add_parser("show", parents=[shared], help="print every setting, resolved")
     show.add_argument("--origin", action="store_true", help="add where each value comes from")
     return top
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= INT_MAX):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no count")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if (port := _count(text)) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{port} is no port: they end at 65535")
+    return port
 
 
 def _version(text: str) -> Version:

@@ -14,8 +14,9 @@ import pytest
 from headway.deploy.cli import main as cli
 from headway.deploy.cli.decode import decode
 from headway.deploy.cli.options import parser
+from headway.deploy.record import selection_of
 from headway.schemas.config import Config, load_config
-from headway.schemas.errors import InputError
+from headway.schemas.errors import ConfigError, InputError
 from headway.schemas.ledger import CHAIN_START, Open, Record, seal_record
 from headway.schemas.messages import (
     BUS_MESSAGES,
@@ -61,6 +62,12 @@ def test_config_check_accepts_a_valid_file(capsys: pytest.CaptureFixture[str], t
         ("[run]\nseeed = 1\n", "did you mean run.seed?"),
         ("[grpo]\nlearning_rate = 'big'\n", "grpo.learning_rate = big"),
         ("[staleness]\nmax_lag = 0\nswap_slack = 1\n", "staleness.swap_slack is above"),
+        ("[run]\nseed = 99999999999999999999\n", "run.seed = 99999999999999999999"),
+        ("[model]\nnum_attention_heads = 3\n", "a multiple of model.num_key_value_heads"),
+        ("[model]\nhead_dim = 33\n", "model.head_dim must be even"),
+        ("[model]\nnum_experts_per_tok = 9\n", "is above model.num_experts"),
+        ("[model]\nrope_theta = -1.0\n", "model.rope_theta = -1.0"),
+        (f"a = {'[' * 50_000}", "is not TOML"),
     ],
 )
 def test_a_bad_config_is_one_clear_block_and_exit_code_64(
@@ -293,3 +300,58 @@ def test_a_hub_without_a_port_is_refused(capsys: pytest.CaptureFixture[str], tmp
     code, _, error = run(capsys, "keys", "init", "--out", str(tmp_path / "keys"), "--hub", "nats://hub")
     assert code == 64
     assert "host:port" in error
+
+
+# -- what cannot be meant --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("engine", "--port", "65536"), "65536 is no port"),
+        (("engine", "--port", "-1"), "'-1' is no count"),
+        (("tasks", "build", "expr", "--sessions", "-5"), "'-5' is no count"),
+        (("tasks", "build", "expr", "--seed", "1e3"), "'1e3' is no count"),
+        (("weights", "plan", "--params", "nan"), "is not above 0"),
+        (("weights", "plan", "--params", "1e400"), "is above 1e+100"),
+        (("weights", "plan", "--changed", "1.5"), "--changed 1.5"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_refused(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (64, "")
+    assert expected in err
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf"), "x"])
+def test_rates_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, rate: object) -> None:
+    _, out, _ = run(capsys, "weights", "plan", "--json", "--params", "1e9")
+    found = json.loads(out)
+    found["rates"]["encode"] = rate
+    (tmp_path / "rates.json").write_text(json.dumps(found))
+    code, _, err = run(capsys, "weights", "plan", "--rates", str(tmp_path / "rates.json"))
+    assert code == 64
+    assert "holds no rates" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(("--kind", "rollouts"), "no message is of that kind"), (("--steps", "1..99999999999999999999"), "is empty")],
+)
+def test_a_selection_that_can_select_nothing_is_refused(options: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=r"--(kind|steps)") as refused:
+        selection_of(parser().parse_args(["record", "demo", *options]))
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [("keys", "init"), ("tasks", "build", "repo")])
+def test_a_folder_that_is_a_file_is_an_error_for_a_person(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, *words, "--out", str(tmp_path / "file"))
+    assert code == 69
+    assert str(tmp_path / "file") in err
+    assert "try: another path" in err
