@@ -94,8 +94,8 @@ class ChatEndpoint:
         return web.json_response(model_body(self._model, 0))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        conversation = self._session(request)
         asked = parse_request(await request.read(), self._model)
+        conversation = self._session(request)  # which may have ended while the body came
         answers = self._answers[conversation]
         answer = asyncio.ensure_future(conversation.answer(asked))
         answers.add(answer)

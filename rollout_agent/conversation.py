@@ -144,7 +144,6 @@ class Conversation:
             return self.chat.template_for(tools)
         except (ConfigError, RecursionError) as error:
             raise Refused(f"tools: the chat template cannot show them: {str(error)[:200]}", param="tools") from None
-        self._tools = tools
 
     def _new(self, messages: Sequence[ChatMessage]) -> list[Message]:
         """What follows the recorded messages. Raises Refused, naming the first message that differs."""

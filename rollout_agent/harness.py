@@ -133,7 +133,8 @@ class HarnessSession(Session):
                 await asyncio.wait((running, conversation.failed), return_when=asyncio.FIRST_COMPLETED)
                 if conversation.failed.done():
                     conversation.failed.result()
-                if (error := running.exception()) is not None and conversation.over is None:
+                error = asyncio.CancelledError() if running.cancelled() else running.exception()
+                if error is not None and conversation.over is None:
                     raise HarnessFailed("the harness failed", why=repr(error)[:400]) from error
             finally:
                 running.cancel()

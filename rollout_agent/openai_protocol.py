@@ -269,7 +269,10 @@ def _count(fields: dict[str, Any], key: str) -> int | None:
 def _temperature(value: Any) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise Refused(f"temperature = {str(value)[:SHOWN_CHARS_MAX]}: a number is due", param="temperature")
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        raise Refused("temperature: a number that is none of a sampler's", param="temperature") from None
 
 
 def _text(value: Any, where: str, chars_max: int = TEXT_CHARS_MAX) -> str:

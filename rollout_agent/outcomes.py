@@ -16,8 +16,8 @@ from headway.bus.leases import Lease
 from headway.rollout_agent.session import Diverged, Session, SessionResult
 from headway.rollout_agent.session_log import SessionLog
 from headway.schemas.config import Config
-from headway.schemas.errors import HeadwayError, UnavailableError, WireError
-from headway.schemas.messages import REASON_CHARS_MAX, Rollout, Stamp
+from headway.schemas.errors import ConfigError, HeadwayError, UnavailableError, WireError
+from headway.schemas.messages import REASON_CHARS_MAX, REWARD_MAX, Rollout, Stamp
 from headway.schemas.rewards import Facts, Scoring
 from headway.schemas.version import Version
 from headway.schemas.wire import Envelope, Message
@@ -50,9 +50,14 @@ class Outcomes:
         self.tally = Tally()
 
     async def finished(self, lease: Lease, nonce: str, result: SessionResult, head: Version | None) -> None:
-        """A graded session; `head` is the newest version that the agent knew of."""
+        """A graded session; `head` is the newest version that the agent knew of. Raises ConfigError by its rewards."""
         task, trajectory, verdict = lease.task, result.trajectory, result.verdict.peek_verdict()
         scored = self._scoring.score(Facts.of(trajectory, result.commands, verdict))
+        if abs(scored.total) > REWARD_MAX:
+            raise ConfigError(
+                f"the reward functions gave {scored.total:g}",
+                why=f"a rollout carries at most {REWARD_MAX:g}, either way",
+            )
         rollout = self._rollout(
             lease,
             nonce,

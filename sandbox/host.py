@@ -105,12 +105,12 @@ class Host:
             try:
                 answer = (await self._run(request, run)).model_dump()
             except BaseException:
-                del self._replies[command_id]
+                self._replies.pop(command_id, None)
                 reply.cancel()
                 raise
             reply.set_result(answer)
             if not keep or answer.get("refused") == "busy":
-                del self._replies[command_id]
+                self._replies.pop(command_id, None)  # among many others it was forgotten already
             while len(self._replies) > REPLIES_MAX:
                 self._replies.popitem(last=False)
             return answer
@@ -235,12 +235,16 @@ class Host:
 
     async def reap_idle(self) -> int:
         """Destroy boxes whose agent has not spoken for `idle_s_max` (it died); how many."""
-        before_s = self._clock() - self._settings.idle_s_max
-        idle = [n for n, s in self._sessions.items() if s.used_s < before_s and not s.box.lock.locked()]
-        for name in idle:
-            await self._sessions.pop(name).box.destroy()
-        self.counters["reaped"] += len(idle)
-        return len(idle)
+        before_s, reaped = self._clock() - self._settings.idle_s_max, 0
+        for name, session in list(self._sessions.items()):
+            idle = session.used_s < before_s and not session.box.lock.locked()
+            if (
+                idle and self._sessions.pop(name, None) is not None
+            ):  # while another died it may have been used, or ended
+                reaped += 1
+                await session.box.destroy()
+        self.counters["reaped"] += reaped
+        return reaped
 
     async def close(self) -> None:
         """Destroy every box."""

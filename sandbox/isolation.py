@@ -153,7 +153,7 @@ class Box:
         return reply, bytes(parts[8 + lengths[0] :])
 
     def alive(self) -> bool:
-        return not self.closed and not select.select([self.pidfd], [], [], 0)[0]
+        return not self.closed and not _is_readable(self.pidfd)
 
     def kill(self) -> None:
         """SIGKILL PID 1 of the box; the kernel then kills everything in it."""
@@ -178,8 +178,15 @@ class Box:
             os.close(pidfd)
 
 
+def _is_readable(descriptor: int) -> bool:
+    """Now. By poll: a host with many boxes has descriptors that select cannot name."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 async def _readable(descriptor: int, timeout_s: float | None) -> None:
-    if select.select([descriptor], [], [], 0)[0]:
+    if _is_readable(descriptor):
         return
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
@@ -240,7 +247,10 @@ class Sandbox:
 
     async def create(self) -> Box:
         """A fresh box that has answered once, so it is confined. Raises BoxFailed."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise BoxFailed("a box gets no socket", why=str(error), hint="raise the limit of open files") from None
         ours.setblocking(False)
         try:
             with theirs:

@@ -16,6 +16,7 @@ from headway.schemas.version import VersionField
 from headway.schemas.wire import H_VERSION, Message, Model, unpack
 
 REASON_CHARS_MAX = 400
+REWARD_MAX = 1e6
 
 H_ROLLOUT = "Headway-Rollout"
 H_OUTCOME = "Headway-Outcome"
@@ -69,7 +70,7 @@ class Verdict(Model):
     task_id: Id
     host: Id
     workspace_digest: Digest
-    reward: Annotated[float, Field(ge=-1e6, le=1e6)]
+    reward: Annotated[float, Field(ge=-REWARD_MAX, le=REWARD_MAX)]
     parts: Annotated[dict[str, float], Field(max_length=32)]
 
 
@@ -123,7 +124,7 @@ class Rollout(Message):
     delivery: Annotated[int, Field(ge=1)]
     region: Id
     agent: Id
-    reward: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    reward: Annotated[float, Field(ge=-REWARD_MAX, le=REWARD_MAX)] | None = None
     trajectory: Trajectory | None = None
     verdict: Signed | None = None
     timings_ms: Annotated[dict[str, float], Field(max_length=32)] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from headway.rollout_agent.chat_endpoint import ChatEndpoint
-from headway.rollout_agent.harness import HarnessTask, chat_of
+from headway.rollout_agent.harness import HarnessFailed, HarnessTask, chat_of
 from headway.rollout_agent.session import SessionResult
 from headway.schemas.config import Config
 
@@ -268,6 +268,11 @@ HOSTILE = {
         b'"function": {"name": "f", "parameters": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}}]}",
         400,
     ),
+    "a temperature beyond floats": (
+        "Bearer {key}",
+        b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "temperature": 1' + b"0" * 400 + b"}",
+        400,
+    ),
     "too large": ("Bearer {key}", b" " * (17 << 20), 413),
 }
 
@@ -313,3 +318,42 @@ async def test_a_key_is_one_sessions_and_dies_with_it(tmp_path: Path, endpoint: 
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
     assert endpoint.base_url.startswith("http://127.0.0.1:")
+
+
+async def test_a_session_that_ends_while_a_request_still_arrives_answers_nothing(
+    tmp_path: Path, endpoint: ChatEndpoint
+) -> None:
+    config, replies = settings(tmp_path / "m"), list[asyncio.Task[Any]]()
+    ended = asyncio.Event()
+
+    async def ask(task: HarnessTask) -> None:
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"model": "policy", '
+            await ended.wait()
+            yield b'"messages": [{"role": "user", "content": "x"}]}'
+
+        async def late() -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {task.api_key}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(f"{task.base_url}/chat/completions", data=slowly()) as reply,
+            ):
+                return reply.status, await reply.json()
+
+        replies.append(asyncio.create_task(late()))
+        await _two_turns(task)
+
+    await run(config, Scripted(config, ["one", "two"], slow_s=0.1), endpoint, ask)
+    ended.set()
+    status, body = await replies[0]
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_a_harness_that_is_cancelled_from_within_is_a_failure(tmp_path: Path, endpoint: ChatEndpoint) -> None:
+    config = settings(tmp_path / "m")
+
+    async def ask(task: HarnessTask) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(HarnessFailed, match="the harness failed"):
+        await run(config, Scripted(config, []), endpoint, ask)

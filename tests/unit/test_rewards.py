@@ -6,11 +6,15 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headway.rollout_agent.outcomes import Outcomes
+from headway.rollout_agent.session import SessionResult
+from headway.schemas.config import Config
 from headway.schemas.errors import ConfigError, WireError
 from headway.schemas.messages import Command, Rollout, Signed, Verdict
 from headway.schemas.plugs import load
@@ -170,3 +174,20 @@ def test_a_plug_may_be_a_file_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my_rewards.py").write_text("def bonus(facts, config):\n    return 0.5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert Scoring(RewardConfig(auxiliary=["my_rewards:bonus"])).score(facts()).total == 1.5
+
+
+async def test_a_total_that_no_rollout_can_carry_is_named_before_one_is_made(plug: Callable[..., str]) -> None:
+    verdict = Verdict(
+        run="r", rollout_id="g", attempt="a", task_id="t", host="h", workspace_digest="0" * 64, reward=1.0, parts={}
+    )
+    result = SessionResult(
+        trajectory=trajectory(),
+        verdict=Signed.seal(bytes(range(32)), pack(verdict)),
+        reward=1.0,
+        commands=[],
+        timings_ms={},
+    )
+    scoring = Scoring(RewardConfig(auxiliary=[plug(lambda facts, config: -2e6)]))
+    outcomes = Outcomes(Any, Config(), Any, scoring, region="east", agent="a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the reward functions gave -2e"):
+        await outcomes.finished(SimpleNamespace(task=None), "n", result, None)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from headway.sandbox.expr_workspaces import ExprWorkspaces
 from headway.sandbox.host import Host, HostSettings
-from headway.sandbox.isolation import Limits, Sandbox
+from headway.sandbox.isolation import Box, Limits, Sandbox
 from headway.sandbox.pool import Pool
 from headway.sandbox.tasks.build import build
 from headway.sandbox.tasks.demonstrator import demonstrate
@@ -276,6 +278,49 @@ async def test_idle_boxes_are_reaped(client: Client, task: ExprTask) -> None:
     assert await client.host.reap_idle() == 1
     assert await client.tool(idle, "r") == "gone"
     assert await client.tool(used, "r") == task.text.rstrip("\n")
+
+
+async def test_a_session_that_ends_or_goes_on_while_another_is_reaped_is_left_alone(
+    client: Client, task: ExprTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ended, used = [await client.create(task) for _ in range(3)]
+    client.clock[0] = 100.0
+    destroy = Box.destroy
+
+    async def slowly(box: Box) -> None:
+        monkeypatch.setattr(Box, "destroy", destroy)
+        await client.ask("destroy", box=ended)
+        await client.tool(used, "r")
+        await destroy(box)
+
+    monkeypatch.setattr(Box, "destroy", slowly)
+    assert await client.host.reap_idle() == 1
+    assert await client.tool(used, "r") == task.text.rstrip("\n")
+
+
+async def test_boxes_are_made_where_descriptors_are_beyond_what_select_can_name(client: Client, task: ExprTask) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = []
+    try:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        assert (await client.submit("def f(x):\n    return 1\n", task)).reward == 0.0
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_host_out_of_descriptors_refuses_as_infrastructure(client: Client, task: ExprTask) -> None:
+    box = await client.create(task)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        refused = await client.ask("grade", box=box, submitted=True, malformed=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert refused["refused"] == "infra"
 
 
 async def test_bad_requests_are_refused(client: Client, task: ExprTask) -> None:
