@@ -13,6 +13,7 @@ from numba import int32
 
 from headway.kernels.lanes_llvm import (
     PANEL,
+    accumulate,
     apart,
     fma,
     inner,
@@ -23,6 +24,7 @@ from headway.kernels.lanes_llvm import (
     product_2x1,
     product_4x1,
     product_8x1,
+    transpose,
     two_to,
 )
 from headway.kernels.numerics import LANES, PAGE
@@ -199,22 +201,24 @@ def _narrow(x, w, at, columns, out):
     """x [B, d] times w [d, PANEL], from element `at` on, of at most LANES columns. Products are rounded before they are
     added. A column has a chain for every fourth position, one that is not among four for every eighth."""
     apart()
-    sums, fours = np.empty((8, LANES), np.float32), columns // 4 * 4
-    for b in range(x.shape[0]):
+    rows, fours = 8, columns // 4 * 4  # rows at a time, whose chains don't wait for each other
+    size = rows * LANES
+    sums = np.empty(8 * size, np.float32)
+    for start in range(0, x.shape[0], rows):
+        count = min(rows, x.shape[0] - start)
         for lanes, first, last in ((4, 0, fours), (8, fours, columns)):
-            sums[:lanes] = _ZERO
-            for i in range(0, x.shape[1] if first < last else 0, lanes):
-                for lane in range(lanes):
-                    value, row = x[b, i + lane], at + (i + lane) * PANEL
-                    for column in range(LANES):
-                        sums[lane, column] += value * w[row + column]
+            for i in range(lanes * size):
+                sums[i] = _ZERO
+            for i in range(x.shape[1] if first < last else 0):
+                for r in range(count):
+                    accumulate(x[start + r, i], w, at + i * PANEL, sums, i % lanes * size + r * LANES)
             while lanes > 1:
                 lanes //= 2
-                for lane in range(lanes):
-                    for column in range(LANES):
-                        sums[lane, column] += sums[lane + lanes, column]
-            for column in range(first, last):
-                out[b, column] = sums[0, column]
+                for i in range(lanes * size):
+                    sums[i] += sums[lanes * size + i]
+            for r in range(count):
+                for column in range(first, last):
+                    out[start + r, column] = sums[r * LANES + column]
 
 
 @inner
@@ -224,9 +228,9 @@ def _attend(qkv, cache, pages, start, query_heads, scale, chain, order, out):
     width, kv_heads = cache.shape[3], cache.shape[1] // 2
     group, slices, origin = query_heads // kv_heads, width // PANEL, order[0]
     longest = (pages.shape[1] + 1) * PAGE
-    query, scores = np.empty((group, width), np.float32), np.empty((group, longest), np.float32)
+    query, scores = np.empty(group * width, np.float32), np.empty(group * longest, np.float32)
     keys, values = np.empty(width * PANEL, np.float32), np.empty(KV_BLOCK * width, np.float32)
-    part = np.empty((group, width), np.float32)
+    part = np.empty(group * width, np.float32)
     for b in range(qkv.shape[0]):
         at, page, row = start[b], pages[b, start[b] // PAGE], start[b] % PAGE
         held = at // PAGE + 1
@@ -238,19 +242,18 @@ def _attend(qkv, cache, pages, start, query_heads, scale, chain, order, out):
                 cache[page, kv_heads + h, row, j] = qkv[b, value + j]
             for g in range(group):
                 for j in range(width):
-                    query[g, j] = qkv[b, (h * group + g) * width + j] * scale
+                    query[g * width + j] = qkv[b, (h * group + g) * width + j] * scale
             for n in range(0, held, 2):
                 for i in range(min(2, held - n)):
                     block = cache[pages[b, n + i], h]
-                    for j in range(width):
-                        for s in range(PAGE):
-                            keys[j * PANEL + i * PAGE + s] = block[s, j]
+                    for j in range(0, width, LANES):
+                        transpose(block, j, width, keys, j * PANEL + i * PAGE)
                 _multiply(
-                    query.ravel(), origin, width, order, origin, group, keys, origin, width, chain, keys.size // width,
-                    scores.ravel(), n * PAGE, longest,
+                    query, origin, width, order, origin, group, keys, origin, width, chain, keys.size // width,
+                    scores, n * PAGE, longest,
                 )  # fmt: skip
             for g in range(group):
-                _softmax(scores[g], at + 1, held * PAGE)
+                _softmax(scores[g * longest :], at + 1, held * PAGE)
             for first in range(0, held * PAGE, KV_BLOCK):
                 count = min(KV_BLOCK, held * PAGE - first)
                 for n in range(count // PAGE):
@@ -259,14 +262,12 @@ def _attend(qkv, cache, pages, start, query_heads, scale, chain, order, out):
                         for s in range(PAGE):
                             for j in range(PANEL):
                                 values[(c * count + n * PAGE + s) * PANEL + j] = block[s, c * PANEL + j]
-                _multiply(
-                    scores.ravel(), first, longest, order, origin, group, values, origin, count, chain, width,
-                    part.ravel(), origin, width,
-                )  # fmt: skip
+                _chain(scores, first, longest, order, origin, group, values, origin, count, width, part, origin, width)
                 for g in range(group):
                     for j in range(width):
                         column = (h * group + g) * width + j
-                        out[b, column] = part[g, j] if first == 0 else out[b, column] + part[g, j]
+                        seen = part[g * width + j]
+                        out[b, column] = seen if first == 0 else out[b, column] + seen
 
 
 @inner

@@ -127,6 +127,51 @@ product_8x1, product_4x1, product_2x1, product_1x4, product_1x1 = (
 
 
 @intrinsic
+def transpose(typing: Any, x: Any, at: Any, width: Any, out: Any, o: Any) -> Any:
+    """LANES rows of as many floats, `width` apart, from element `at` of x on, as columns: the rows of `out` that they
+    make lie PANEL apart, from element `o` on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, at, width, _, o = args
+        x, out = (_data(context, builder, signature.args[i], args[i]) for i in (0, 3))
+        rows = [
+            builder.load(_vector_at(builder, _at(builder, x, at, builder.mul(width, _word(row)))), align=4)
+            for row in range(LANES)
+        ]
+        size = LANES // 2
+        while size:  # blocks of size x size change places across the diagonal
+            for i in (i for i in range(LANES) if not i & size):
+                pair = rows[i], rows[i + size]
+                for row, shift in ((i, 0), (i + size, size)):
+                    take = [lane + shift + (LANES - size if lane & size else 0) for lane in range(LANES)]
+                    mask = ir.Constant(ir.VectorType(_INT, LANES), take)
+                    rows[row] = builder.shuffle_vector(*pair, mask)
+            size //= 2
+        for row, vector in enumerate(rows):
+            builder.store(vector, _vector_at(builder, _at(builder, out, o, _word(row * PANEL))), align=4)
+        return context.get_dummy_value()
+
+    size = types.intp
+    return types.void(x, size, size, out, size), code
+
+
+@intrinsic
+def accumulate(typing: Any, scalar: Any, w: Any, at: Any, out: Any, o: Any) -> Any:
+    """Add scalar times LANES floats, from element `at` of w on, to those from element `o` of out on: rounded twice."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scalar, _, at, _, o = args
+        w, out = (_data(context, builder, signature.args[i], args[i]) for i in (1, 3))
+        target = _vector_at(builder, _at(builder, out, o))
+        product = builder.fmul(_splat(builder, scalar), builder.load(_vector_at(builder, _at(builder, w, at)), align=4))
+        builder.store(builder.fadd(builder.load(target, align=4), product), target, align=4)
+        return context.get_dummy_value()
+
+    size = types.intp
+    return types.void(types.float32, w, size, out, size), code
+
+
+@intrinsic
 def apart(typing: Any) -> Any:
     """Compile the function that says so once, and not again into each of its callers: that takes long."""
 
