@@ -152,11 +152,13 @@ def _decode_difference(kind: Encoding, data: bytes, base: Lanes, out: Lanes) -> 
             diff = unsorted
         np.add(base, diff, out=out)
         return
-    found = chunk_changes(kind, data, base.view(np.uint8), base.itemsize)
-    assert found is not None
     if out is not base:
         out[:] = base
-    scatter(out, *found)
+    if kind is Encoding.UNCHANGED:
+        _require(not data, "an unchanged chunk carries bytes")
+    else:
+        right = _sparse(out.nbytes).apply(data, out, kind is Encoding.SPARSE_BY_EXPONENT)
+        _require(right, "lists of changes do not fit the chunk")
 
 
 def warm_up(width: int) -> None:
@@ -167,7 +169,9 @@ def warm_up(width: int) -> None:
     held.flags.writeable = False
     _, payload = encode_chunk(fresh.view(np.uint8), lanes.view(np.uint8), width)
     decode_chunk(Encoding.SPARSE, payload, lanes.view(np.uint8), lanes.view(np.uint8), width)
-    chunk_changes(Encoding.SPARSE, payload, held.view(np.uint8), width)
+    found = chunk_changes(Encoding.SPARSE, payload, held.view(np.uint8), width)
+    assert found is not None
+    scatter(lanes, *found)
 
 
 def _sparse(size_bytes: int) -> ModuleType:

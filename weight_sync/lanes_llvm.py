@@ -16,10 +16,11 @@ from numba.extending import intrinsic
 
 from headway.weight_sync.sparse import CLASS_KEYS, CLASSES_MAX
 
-BLOCK, WORDS = 64, 8
+BLOCK, WORDS, SPANS = 64, 8, 4
 SPAN = WORDS * BLOCK
+GROUP = SPANS * SPAN
 PLANES = (CLASSES_MAX - 1).bit_length()
-_WORD = ir.IntType(64)
+_WORD, _I32 = ir.IntType(64), ir.IntType(32)
 
 outer = njit(nogil=True, cache=True, error_model="numpy")
 inner = njit(nogil=True, cache=True, error_model="numpy", no_cpython_wrapper=True)
@@ -37,8 +38,8 @@ def _vector(array_type: Any) -> Any:
 
 
 def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, vector.count), None))
 
 
 @intrinsic
@@ -56,12 +57,15 @@ def differ(typing: Any, a: Any, b: Any, at: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, lanes: Any, at: Any) -> Any:
-    """Ask for the 128 bytes from element `at` on, which may lie beyond the end."""
+    """Ask the second cache for the 128 bytes from element `at` on, which may lie beyond the end.
+
+    In the first they would drive out what is being worked on: chunks lie at like places of their pages.
+    """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         raw = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        flags = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]
+        flags = [ir.Constant(_I32, value) for value in (0, 2, 1)]
         kind = ir.FunctionType(ir.VoidType(), [raw.type, *(flag.type for flag in flags)])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [raw.type], kind)
         for line in (0, 64):
@@ -72,63 +76,77 @@ def prefetch(typing: Any, lanes: Any, at: Any) -> Any:
 
 
 @intrinsic
-def classify(typing: Any, lanes: Any, at: Any, top: Any, last: Any, masks: Any, upto: Any) -> Any:
-    """Which of the 512 elements from `at` on are of each class, as `masks` (uint64 [8, 8]: class, then word).
+def classify(typing: Any, lanes: Any, at: Any, top: Any, last: Any, planes: Any, start: Any) -> Any:
+    """Of which class the 512 elements from `at` on are: (top - key) // CLASS_KEYS within 0 ... `last`.
 
-    A class is (top - key) // CLASS_KEYS within 0 ... `last`. `upto` (int64 [8, 8]) says how many of a class there
-    are up to the end of each word, and in its last word how many there were before the call.
+    As 24 words of `planes` (uint64) from `start` on: the lowest bits of the classes, 64 a word, then the next, then the
+    highest. Whoever needs vectors of them reads these back: to put one together from masks takes longer.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        into = _word_pointer(context, builder, signature.args[4], args[4], args[5])
+        most = builder.add(builder.mul(args[3], ir.Constant(_WORD, CLASS_KEYS)), ir.Constant(_WORD, CLASS_KEYS - 1))
+        for word in range(WORDS):
+            first = builder.add(args[1], ir.Constant(_WORD, word * BLOCK))
+            steps = _steps(context, builder, signature.args[0], args[0], first, args[2], most)
+            for bit in range(PLANES):
+                has = builder.and_(steps, ir.Constant(steps.type, [CLASS_KEYS << bit] * BLOCK))
+                mask = builder.icmp_unsigned("!=", has, ir.Constant(steps.type, None))
+                _store(builder, builder.bitcast(mask, _WORD), into, bit * WORDS + word)
+        return context.get_dummy_value()
+
+    return types.void(lanes, types.intp, types.int64, types.int64, planes, types.intp), code
+
+
+@intrinsic
+def count(typing: Any, planes: Any, span: Any, masks: Any, upto: Any, totals: Any) -> Any:
+    """Which of the group's `span` of 512 elements, whose classes `planes` has, are of each: `masks[span, class, word]`.
+
+    And how many of a class there are from the group's beginning to the end of each word, as uint16
+    `upto[span, class // 4, word, class % 4]`, and to the end of the span, `totals[1 + span, class]`.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = ir.VectorType(_WORD, WORDS)
-        planes = [cgutils.alloca_once(builder, words) for _ in range(PLANES)]
-        for word in range(WORDS):
-            start = builder.add(args[1], ir.Constant(_WORD, word * BLOCK))
-            classes = _classes(context, builder, signature.args[0], args[0], start, args[2], args[3])
-            for bit, plane in enumerate(planes):
-                has = builder.and_(classes, ir.Constant(classes.type, [1 << bit] * BLOCK))
-                mask = builder.bitcast(builder.icmp_unsigned("!=", has, ir.Constant(classes.type, None)), _WORD)
-                place = builder.bitcast(plane, _WORD.as_pointer())
-                builder.store(mask, builder.gep(place, [ir.Constant(_WORD, word)]))
-        held = [builder.load(plane) for plane in planes]
+        at_plane, at_mask, at_upto, at_totals = (
+            _word_pointer(context, builder, signature.args[i], args[i], builder.mul(args[1], ir.Constant(_WORD, step)))
+            for i, step in ((0, PLANES * WORDS), (2, CLASSES_MAX * WORDS), (3, 2 * WORDS), (4, 2))
+        )
+        held = [_at(builder, at_plane, bit * WORDS, words) for bit in range(PLANES)]
         sides = [(builder.not_(plane), plane) for plane in held]
-        rows = [
-            builder.bitcast(context.make_array(signature.args[i])(context, builder, args[i]).data, words.as_pointer())
-            for i in (4, 5)
-        ]
+        ctpop = cgutils.get_or_insert_function(builder.module, ir.FunctionType(words, [words]), "llvm.ctpop.v8i64")
+        packed = [ir.Constant(words, None)] * 2  # four classes a word, 16 bits each
         for c in range(CLASSES_MAX):
             members = sides[0][c & 1]
             for bit in range(1, PLANES):
                 members = builder.and_(members, sides[bit][c >> bit & 1])
-            mask_at, upto_at = (builder.gep(row, [ir.Constant(_WORD, c)]) for row in rows)
-            builder.store(members, mask_at, align=8)
-            before = builder.load(
-                builder.gep(builder.bitcast(upto_at, _WORD.as_pointer()), [ir.Constant(_WORD, WORDS - 1)])
-            )
-            count = cgutils.get_or_insert_function(builder.module, ir.FunctionType(words, [words]), "llvm.ctpop.v8i64")
-            total = _running(builder, builder.call(count, [members]))
-            builder.store(builder.add(total, _splat(builder, before, words)), upto_at, align=8)
+            _store(builder, members, at_mask, c * WORDS)
+            shift = ir.Constant(words, [16 * (c % 4)] * WORDS)
+            packed[c // 4] = builder.or_(packed[c // 4], builder.shl(builder.call(ctpop, [members]), shift))
+        for half in (0, 1):
+            before = _splat(builder, _at(builder, at_totals, half, _WORD), words)
+            sums = builder.add(_running(builder, packed[half]), before)
+            _store(builder, builder.extract_element(sums, ir.Constant(_I32, WORDS - 1)), at_totals, 2 + half)
+            _store(builder, sums, at_upto, half * WORDS)
         return context.get_dummy_value()
 
-    return types.void(lanes, types.intp, types.int64, types.int64, masks, upto), code
+    return types.void(planes, types.intp, masks, upto, totals), code
 
 
-def _classes(context: Any, builder: Any, array_type: Any, lanes: Any, at: Any, top: Any, last: Any) -> Any:
-    """The classes of 64 lanes, a byte each."""
+def _steps(context: Any, builder: Any, array_type: Any, lanes: Any, at: Any, top: Any, most: Any) -> Any:
+    """How far the keys of 64 lanes are below `top`, within 0 ... `most`, a byte each: CLASS_KEYS are a class."""
     small, vector = ir.IntType(8), _vector(array_type)
-    bytes_ = ir.VectorType(small, BLOCK)
-    bits = vector.element.width
-    values = _load(context, builder, array_type, lanes, at, vector)
-    keys = builder.lshr(
-        builder.shl(values, ir.Constant(vector, [1] * BLOCK)), ir.Constant(vector, [max(bits - 8, 4)] * BLOCK)
-    )
-    if bits > 8:
-        keys = builder.trunc(keys, bytes_)
-    tops, lasts = (_splat(builder, builder.trunc(value, small), bytes_) for value in (top, last))
-    none = ir.Constant(bytes_, None)
-    below = builder.select(builder.icmp_unsigned(">", tops, keys), builder.sub(tops, keys), none)
-    classes = builder.udiv(below, ir.Constant(bytes_, [CLASS_KEYS] * BLOCK))
-    return builder.select(builder.icmp_unsigned("<", classes, lasts), classes, lasts)
+    bytes_, size = ir.VectorType(small, BLOCK), vector.element.width // 8
+    shifted = builder.shl(_load(context, builder, array_type, lanes, at, vector), ir.Constant(vector, [1] * BLOCK))
+    if size == 1:
+        keys = builder.lshr(shifted, ir.Constant(vector, [4] * BLOCK))
+    else:  # the byte on top, which one instruction picks from two vectors
+        raw = builder.bitcast(shifted, ir.VectorType(small, BLOCK * size))
+        tops = ir.Constant(ir.VectorType(_I32, BLOCK), [size * i + size - 1 for i in range(BLOCK)])
+        keys = builder.shuffle_vector(raw, raw, tops)
+    tops, mosts = (_splat(builder, builder.trunc(value, small), bytes_) for value in (top, most))
+    below = builder.select(builder.icmp_unsigned(">", tops, keys), builder.sub(tops, keys), ir.Constant(bytes_, None))
+    return builder.select(builder.icmp_unsigned("<", below, mosts), below, mosts)
 
 
 def _running(builder: Any, words: Any) -> Any:
@@ -136,43 +154,55 @@ def _running(builder: Any, words: Any) -> Any:
     none = ir.Constant(words.type, None)
     step = 1
     while step < WORDS:
-        picks = ir.Constant(
-            ir.VectorType(ir.IntType(32), WORDS), [i - step + WORDS if i >= step else i for i in range(WORDS)]
-        )
+        picks = ir.Constant(ir.VectorType(_I32, WORDS), [i - step + WORDS if i >= step else i for i in range(WORDS)])
         words = builder.add(words, builder.shuffle_vector(none, words, picks))
         step *= 2
     return words
 
 
-def _row(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
-    """A pointer to eight words from element `at` of an array on."""
+def _word_pointer(context: Any, builder: Any, array_type: Any, array: Any, word: Any) -> Any:
+    """A pointer to the 64-bit word number `word` of an array of whatever."""
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [at]), ir.VectorType(_WORD, WORDS).as_pointer())
+    return builder.gep(builder.bitcast(data, _WORD.as_pointer()), [word])
+
+
+def _at(builder: Any, words: Any, at: int, what: Any) -> Any:
+    """`what` (an LLVM type) from the word `at` on, at any alignment."""
+    place = builder.gep(words, [ir.Constant(_WORD, at)])
+    return builder.load(builder.bitcast(place, what.as_pointer()), align=8)
+
+
+def _store(builder: Any, value: Any, words: Any, at: int) -> None:
+    """Write a word or a vector of them from the word `at` on, at any alignment."""
+    place = builder.gep(words, [ir.Constant(_WORD, at)])
+    builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=8)
 
 
 @intrinsic
-def upto_rank(typing: Any, words: Any, at: Any, rank: Any) -> Any:
-    """How many of the eight words from `at` on are at most `rank`."""
+def upto_rank(typing: Any, counts: Any, at: Any, picks: Any, rank: Any) -> Any:
+    """How many of 32 counts (uint16), from number `at` on, are at most `rank`, of those for which `picks` has a bit."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        held = builder.load(_row(context, builder, signature.args[0], args[0], args[1]), align=8)
-        small = builder.icmp_signed("<=", held, _splat(builder, args[2], held.type))
+        number = ir.IntType(16)
+        held = _load(context, builder, signature.args[0], args[0], args[1], ir.VectorType(number, 32))
+        small = builder.icmp_unsigned("<=", held, _splat(builder, builder.trunc(args[3], number), held.type))
+        picked = builder.and_(builder.bitcast(small, _I32), builder.trunc(args[2], _I32))
+        return builder.zext(builder.ctpop(picked), _WORD)
+
+    return types.int64(counts, types.intp, types.int64, types.int64), code
+
+
+@intrinsic
+def put_below(typing: Any, into: Any, at: Any, words: Any, start: Any, bound: Any) -> Any:
+    """Copy eight words of `words`, from `start` on, to `into`, from `at` on; how many are below `bound`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        held = _load(context, builder, signature.args[2], args[2], args[3], ir.VectorType(_WORD, WORDS))
+        _store(builder, held, _word_pointer(context, builder, signature.args[0], args[0], args[1]), 0)
+        small = builder.icmp_signed("<", held, _splat(builder, args[4], held.type))
         return builder.zext(builder.ctpop(builder.bitcast(small, ir.IntType(WORDS))), _WORD)
 
-    return types.int64(words, types.intp, types.int64), code
-
-
-@intrinsic
-def put_run(typing: Any, words: Any, at: Any, first: Any) -> Any:
-    """Write `first`, `first` + 1, ... to the eight words from `at` on."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        run = ir.Constant(ir.VectorType(_WORD, WORDS), list(range(WORDS)))
-        values = builder.add(_splat(builder, args[2], run.type), run)
-        builder.store(values, _row(context, builder, signature.args[0], args[0], args[1]), align=8)
-        return context.get_dummy_value()
-
-    return types.void(words, types.intp, types.int64), code
+    return types.int64(into, types.intp, words, types.intp, types.int64), code
 
 
 @intrinsic

@@ -123,6 +123,14 @@ def changes(data: bytes, base: Lanes, by_exponent: bool) -> tuple[I32, Lanes] | 
     return None if where is None else (where, base[where] + diffs.astype(base.dtype))
 
 
+def apply(data: bytes, lanes: Lanes, by_exponent: bool) -> bool:
+    """Make the changes of a payload in `lanes`; false when it is none, and `lanes` are then undefined."""
+    found = changes(data, lanes, by_exponent)
+    if found is not None:
+        scatter(lanes, *found)
+    return found is not None
+
+
 def scatter(out: Lanes, positions: I32, values: Lanes) -> None:
     """Write `values` where `positions` say."""
     out[positions] = values

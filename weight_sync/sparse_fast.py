@@ -2,8 +2,8 @@
 
 Elements are looked at 64 at a time (`lanes_llvm`): which differ is a mask, how many are of a class a population count.
 Where changes lie cannot be foreseen, so a loop that ends with them costs more than what it does: they are first listed
-for 512 elements without a branch, then worked on in one loop. Compiled at the first call of each element width and
-kept on disk by numba.
+for a group of 2,048 elements without a branch, then worked on in one loop. Compiled at the first call of each element
+width and kept on disk by numba.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.weight_sync.groups_fast import PLANE_WORDS, class_of, key_shift, number, room
 from headway.weight_sync.lanes_llvm import (
     BLOCK,
+    GROUP,
     HAS_DEPOSIT,
     SPAN,
+    SPANS,
     WORDS,
     classify,
+    count,
     differ,
     inner,
     ones,
     outer,
     prefetch,
+    put_below,
     put_bits,
-    put_run,
     put_word,
     select,
     upto_rank,
@@ -48,15 +52,18 @@ from headway.weight_sync.sparse import (
 
 HEAD_SIZE = HEAD.size
 CLASS_BITS = (CLASSES_MAX - 1).bit_length()
-AHEAD = 1024
-"""How many elements ahead memory is asked for: hardware stops at each page."""
+AHEAD = GROUP
+"""How many elements ahead two arrays are asked for at once; one alone the hardware foresees."""
 OUT_BYTES_EACH = 20
 """A change takes at most a sign and three numbers of 34 bits, and a parameter of its own for each."""
 
-NEVER = np.int64(1 << 60)
-"""Above every rank."""
+RANK_SHIFT = 32 + CLASS_BITS
+NEVER = np.int64(1 << 62)
+"""Above every rank, shifted."""
 
 Notes = NDArray[np.int64]
+Put = tuple[Lanes] | tuple[I32, Lanes]
+"""Where changes go: the chunk itself, or room for their positions and values."""
 
 _THREAD = threading.local()
 """Each thread keeps room for notes of changes and for a payload: fresh pages for every chunk cost a quarter."""
@@ -69,18 +76,6 @@ _SELECT = np.array([[*(i for i in range(8) if byte >> i & 1), *[0] * 8][:8] for 
 
 
 @inner
-def _shift(lanes: Lanes) -> int:
-    """By how much a magnitude is shifted to give its key."""
-    return max(8 * lanes.itemsize - 8, 4) - 1
-
-
-@inner
-def _class_of(lane: int, lanes: Lanes, top: int, classes: int) -> int:
-    key = (lane & ((1 << (8 * lanes.itemsize - 1)) - 1)) >> _shift(lanes)
-    return min(max(top - key, 0) // CLASS_KEYS, classes - 1)
-
-
-@inner
 def _find(old: Lanes, new: Lanes, top: int, classes: int, limit: int, notes: Notes) -> tuple[int, I64, I64]:
     """How many elements differ, of how many in each class, and of those how many differ; -1 when above `limit`.
 
@@ -88,40 +83,47 @@ def _find(old: Lanes, new: Lanes, top: int, classes: int, limit: int, notes: Not
     """
     n = len(old)
     counts, last, sizes = np.zeros(classes, np.int64), np.full(classes, -1, np.int64), np.zeros(classes, np.int64)
-    masks, upto = np.full((CLASSES_MAX, WORDS), ~np.uint64(0)), np.zeros((CLASSES_MAX, WORDS), np.int64)
-    spots, whole, m = np.empty(SPAN + 4, np.int64), n - n % SPAN, 0
-    for at in range(0, whole, SPAN):
+    planes, masks, upto, totals = room()
+    if classes == 1:
+        masks[:] = ~np.uint64(0)
+        for w in range(SPANS * WORDS):
+            upto[number(w // WORDS, w % WORDS, 0)] = (w + 1) * BLOCK
+    spots, whole, m = np.empty(GROUP + 4, np.int64), n - n % SPAN, 0
+    for first in range(0, whole, GROUP):
+        found, spans = 0, min(SPANS, (whole - first) // SPAN)
+        for span in range(spans):
+            at = first + span * SPAN
+            if classes > 1:
+                classify(old, at, top, classes - 1, planes, span * PLANE_WORDS)
+            for w in range(WORDS):
+                prefetch(old, at + w * BLOCK + AHEAD)
+                prefetch(new, at + w * BLOCK + AHEAD)
+                word, start = differ(old, new, at + w * BLOCK), span * SPAN + w * BLOCK
+                rest, filled = put_bits(spots, found, word, start), found
+                while rest != 0:
+                    filled += 4
+                    rest = put_bits(spots, filled, rest, start)
+                found += ones(word)
         if classes > 1:
-            classify(old, at, top, classes - 1, masks, upto)
-        found = 0
-        for w in range(WORDS):
-            start = at + w * BLOCK
-            prefetch(old, start + AHEAD)
-            prefetch(new, start + AHEAD)
-            word = differ(old, new, start)
-            rest, filled = put_bits(spots, found, word, w * BLOCK), found
-            while rest != 0:
-                filled += 4
-                rest = put_bits(spots, filled, rest, w * BLOCK)
-            found += ones(word)
-            if classes == 1:
-                upto[0, w] = start + BLOCK
+            for span in range(spans):
+                count(planes, span, masks, upto, totals)
         for k in range(found):
             spot = spots[k]
-            lane = np.int64(old[at + spot])
-            c, w = _class_of(lane, old, top, classes), spot >> 6
-            rank = upto[c, w] - ones(masks[c, w] >> np.uint64(spot & 63))
-            notes[c, counts[c]] = (np.int64(new[at + spot]) - lane) << 32 | (rank - last[c] - 1)
+            lane = np.int64(old[first + spot])
+            c, span, w = class_of(lane, old, top, classes), spot >> 9, spot >> 6 & 7
+            members = masks[(span * CLASSES_MAX + c) * WORDS + w] >> np.uint64(spot & 63)
+            rank = sizes[c] + np.int64(upto[number(span, w, c)]) - ones(members)
+            notes[c, counts[c]] = (np.int64(new[first + spot]) - lane) << 32 | (rank - last[c] - 1)
             counts[c] += 1
             last[c] = rank
         m += found
         if m > limit:
             return -1, sizes, counts
-    for c in range(classes):
-        sizes[c] = upto[c, WORDS - 1]
+        for c in range(classes):
+            sizes[c] += totals[spans * CLASSES_MAX + c] if classes > 1 else spans * SPAN
     for i in range(whole, n):
         lane = np.int64(old[i])
-        c = _class_of(lane, old, top, classes)
+        c = class_of(lane, old, top, classes)
         if lane != np.int64(new[i]):
             notes[c, counts[c]] = (np.int64(new[i]) - lane) << 32 | (sizes[c] - last[c] - 1)
             counts[c] += 1
@@ -159,72 +161,86 @@ _select = select if HAS_DEPOSIT else _select_by_halves
 
 
 @inner
-def _locate(lanes: Lanes, top: int, counts: I64, gaps: I64, diffs: I64) -> tuple[bool, I32, Lanes]:
-    """Positions (int32 [changed]), new values of changes given class by class; false when one is beyond its class."""
+def _locate(lanes: Lanes, top: int, counts: I64, gaps: I64, diffs: I64, put: Put) -> bool:
+    """Find the changes given class by class, and put them: false when one is beyond its class."""
     n, classes = len(lanes), len(counts)
-    places, values = np.empty(len(gaps), np.int32), np.empty(len(gaps), lanes.dtype)
     if classes == 1:
         at = -1
         for j in range(len(gaps)):
             at += gaps[j] + 1
             if at >= n:
-                return False, places, values
-            places[j], values[j] = at, np.int64(lanes[at]) + diffs[j]
-        return True, places, values
-    ranks, cursors = _ranks(counts, gaps)
-    due = np.empty(SPAN + 2 * WORDS, np.int64)
-    masks, upto = np.zeros((CLASSES_MAX, WORDS), np.uint64), np.zeros((CLASSES_MAX, WORDS), np.int64)
-    whole, flat_upto = n - n % SPAN, upto.reshape(-1)
-    for at in range(0, whole, SPAN):
-        for start in range(at, at + SPAN, BLOCK):
-            prefetch(lanes, start + AHEAD)
-        classify(lanes, at, top, classes - 1, masks, upto)
-        found = 0
-        for c in range(CLASSES_MAX):
-            bound = (upto[c, WORDS - 1] << CLASS_BITS) - 1
-            more = WORDS
+                return False
+            _put(put, j, at, np.int64(lanes[at]) + diffs[j])
+        return True
+    entries, cursors = _entries(n, counts, gaps, diffs)
+    due, whole, done = np.empty(GROUP + CLASSES_MAX * WORDS, np.int64), n - n % SPAN, 0
+    planes, masks, upto, totals = room()
+    sizes = np.zeros(CLASSES_MAX, np.int64)
+    for first in range(0, whole, GROUP):
+        spans, found = min(SPANS, (whole - first) // SPAN), 0
+        for span in range(spans):
+            at = first + span * SPAN
+            classify(lanes, at, top, classes - 1, planes, span * PLANE_WORDS)
+        for span in range(spans):
+            count(planes, span, masks, upto, totals)
+        if spans < SPANS:
+            totals[(spans + 1) * CLASSES_MAX :] = GROUP
+        for c in range(classes):
+            reach, more = (sizes[c] + np.int64(totals[spans * CLASSES_MAX + c])) << RANK_SHIFT, WORDS
             while more == WORDS:
-                put_run(due, found, cursors[c])
-                more = upto_rank(ranks, cursors[c], bound)
+                more = put_below(due, found, entries, cursors[c], reach)
                 found += more
                 cursors[c] += more
         for k in range(found):
-            place = due[k]
-            c, rank = ranks[place] & (CLASSES_MAX - 1), ranks[place] >> CLASS_BITS
-            w, j = upto_rank(flat_upto, c * WORDS, rank), place - c * WORDS
-            members = masks[c, w]
-            i = at + w * BLOCK + _select(members, rank - upto[c, w] + ones(members))
-            places[j], values[j] = i, np.int64(lanes[i]) + diffs[j]
-    sizes = upto[:, WORDS - 1].copy()
+            entry = due[k]
+            c = entry >> 32 & (CLASSES_MAX - 1)
+            rank = (entry >> RANK_SHIFT) - sizes[c]
+            span = upto_rank(totals, CLASSES_MAX, 0x01010101 << c, rank)
+            w = upto_rank(upto, number(span, 0, c) - (c & 3), 0x11111111 << (c & 3), rank)
+            members = masks[(span * CLASSES_MAX + c) * WORDS + w]
+            before = np.int64(upto[number(span, w, c)]) - ones(members)
+            i = np.uint64(first + span * SPAN + w * BLOCK + _select(members, rank - before))
+            _put(put, done + k, i, np.int64(lanes[i]) + entry)
+        done += found
+        for c in range(classes):
+            sizes[c] += totals[spans * CLASSES_MAX + c]
     for at in range(whole, n):
-        c = _class_of(np.int64(lanes[at]), lanes, top, classes)
-        if ranks[cursors[c]] >> CLASS_BITS == sizes[c]:
-            j = cursors[c] - c * WORDS
-            places[j], values[j] = at, np.int64(lanes[at]) + diffs[j]
+        c = class_of(np.int64(lanes[at]), lanes, top, classes)
+        entry = entries[cursors[c]]
+        if entry >> RANK_SHIFT == sizes[c]:
+            _put(put, done, at, np.int64(lanes[at]) + entry)
             cursors[c] += 1
+            done += 1
         sizes[c] += 1
-    for c in range(classes):
-        if ranks[cursors[c]] != NEVER:
-            return False, places, values
-    return True, places, values
+    return done == len(gaps)
 
 
 @inner
-def _ranks(counts: I64, gaps: I64) -> tuple[I64, I64]:
-    """Each change's rank in its class, times CLASSES_MAX, plus its class; WORDS times NEVER after each class.
+def _entries(n: int, counts: I64, gaps: I64, diffs: I64) -> tuple[I64, I64]:
+    """Each change's rank in its class, its class and its difference in one number; WORDS times NEVER after each class.
 
-    And where each of CLASSES_MAX classes begins there, always WORDS times its number later than in `gaps`.
+    And where each class begins there. A rank beyond `n` elements counts as `n`, which no class reaches.
     """
-    ranks, starts = np.full(len(gaps) + CLASSES_MAX * WORDS, NEVER), np.empty(CLASSES_MAX, np.int64)
+    entries, starts = np.full(len(gaps) + len(counts) * WORDS, NEVER), np.empty(len(counts), np.int64)
     j = 0
-    for c in range(CLASSES_MAX):
-        starts[c] = j + c * WORDS
-        rank = -1
-        for _ in range(counts[c] if c < len(counts) else 0):
-            rank += gaps[j] + 1
-            ranks[j + c * WORDS] = rank << CLASS_BITS | c
+    for c in range(len(counts)):
+        at, rank = j + c * WORDS, -1
+        starts[c] = at
+        for _ in range(counts[c]):
+            rank = min(rank + gaps[j] + 1, n)
+            entries[at] = rank << RANK_SHIFT | c << 32 | (diffs[j] & 0xFFFFFFFF)
+            at += 1
             j += 1
-    return ranks, starts
+    return entries, starts
+
+
+@inner
+def _put(put: Put, j: int, at: int, value: int) -> None:
+    """Change number j, in no order: write it where `put` is the chunk itself, else note it."""
+    if len(put) == 1:
+        put[0][at] = value
+    else:
+        put[0][j], put[1][j] = at, value
 
 
 @inner
@@ -233,7 +249,7 @@ def _top(old: Lanes) -> tuple[int, int]:
     if n < CLASSES_FROM_ELEMENTS:
         return 0, 1
     histogram, sampled = np.zeros(256, np.int64), 0
-    most, shift = (1 << (8 * old.itemsize - 1)) - 1, _shift(old)
+    most, shift = (1 << (8 * old.itemsize - 1)) - 1, key_shift(old)
     for i in range(0, n, n // 4096 | 1):
         histogram[(np.int64(old[i]) & most) >> shift] += 1
         sampled += 1
@@ -299,31 +315,30 @@ def _field(raw: U8, at: int) -> int:
 
 
 @outer
-def _changes(raw: U8, size: int, base: Lanes, m_max: int, by_exponent: bool) -> tuple[bool, I32, Lanes]:
-    """Whether it is a payload, and `sparse.changes`; `raw` holds `size` bytes and eight more."""
+def _read(raw: U8, size: int, base: Lanes, m_max: int, by_exponent: bool, put: Put) -> bool:
+    """Whether it is a payload, whose changes are then put; `raw` holds `size` bytes and eight more."""
     n, most = len(base), (1 << (8 * base.itemsize - 1)) - 2
-    none, values = np.empty(0, np.int32), np.empty(0, base.dtype)
     if size < HEAD_SIZE:
-        return False, none, values
+        return False
     m, n_large, top, classes = _field(raw, 0), _field(raw, 4), np.int64(raw[16]), np.int64(raw[17])
     table_end = HEAD_SIZE + np.int64(raw[18]) + 256 * np.int64(raw[19])
     gaps_end = table_end + _field(raw, 8)
     signs_end = gaps_end + (m + 7) // 8
     large_end = signs_end + _field(raw, 12)
     if m == 0 or m > m_max or n_large > m or large_end > size:
-        return False, none, values
+        return False
     if not (2 <= classes <= CLASSES_MAX if by_exponent else top == 0 and classes == 1 and table_end == HEAD_SIZE):
-        return False, none, values
+        return False
     counts = np.array([m])
     if by_exponent:
         right, counts = unpack(raw, HEAD_SIZE, table_end, classes, CLASSES_MAX)
         if not right or counts.max() > m or counts.sum() != m:
-            return False, none, values
+            return False
     right, gaps = unpack(raw, table_end, gaps_end, m, GAPS_GROUP)
     right_too, large_gaps = unpack(raw, signs_end, large_end, n_large, GAPS_GROUP)
     right_as_well, larger = unpack(raw, large_end, size, n_large, LARGE_GROUP)
     if not (right and right_too and right_as_well) or gaps.max() >= n:
-        return False, none, values
+        return False
     diffs = np.empty(m, np.int64)
     for j in range(m):
         diffs[j] = 1 - 2 * (np.int64(raw[gaps_end + (j >> 3)]) >> (j & 7) & 1)
@@ -331,9 +346,9 @@ def _changes(raw: U8, size: int, base: Lanes, m_max: int, by_exponent: bool) -> 
     for i in range(n_large):
         j += large_gaps[i] + 1
         if j >= m or larger[i] > most:
-            return False, none, values
+            return False
         diffs[j] *= larger[i] + 2
-    return _locate(base, top, counts, gaps, diffs)
+    return _locate(base, top, counts, gaps, diffs, put)
 
 
 @outer
@@ -346,14 +361,24 @@ def scatter(out: Lanes, positions: I32, values: Lanes) -> None:
 def encode(old: Lanes, new: Lanes) -> tuple[bool, bytes] | None:
     limit = changes_max(len(old))
     notes, out = getattr(_THREAD, "room", (_NO_NOTES, _NONE))
-    if notes.shape[1] < limit + SPAN:
-        notes, out = np.empty((CLASSES_MAX, limit + SPAN), np.int64), np.empty(OUT_BYTES_EACH * limit + 256, np.uint8)
+    if notes.shape[1] < limit + GROUP:
+        notes, out = np.empty((CLASSES_MAX, limit + GROUP), np.int64), np.empty(OUT_BYTES_EACH * limit + 256, np.uint8)
         _THREAD.room = notes, out
     size, classes = _encode(old, new, limit, notes, out)
     return None if size < 0 else (classes > 1, out[:size].tobytes())
 
 
 def changes(data: bytes, base: Lanes, by_exponent: bool) -> tuple[I32, Lanes] | None:
+    m = min(int.from_bytes(data[:4], "little"), changes_max(len(base)))
+    found = np.empty(m, np.int32), np.empty(m, base.dtype)
+    return found if _read_into(data, base, by_exponent, found) else None
+
+
+def apply(data: bytes, lanes: Lanes, by_exponent: bool) -> bool:
+    return _read_into(data, lanes, by_exponent, (lanes,))
+
+
+def _read_into(data: bytes, base: Lanes, by_exponent: bool, put: Put) -> bool:
     raw = np.frombuffer(data + bytes(8), np.uint8)
-    right, positions, values = _changes(raw, len(data), base, changes_max(len(base)), by_exponent)
-    return (positions, values) if right else None
+    right: bool = _read(raw, len(data), base, changes_max(len(base)), by_exponent, put)
+    return right

@@ -54,13 +54,15 @@ def test_sparse_chunks_have_the_same_bytes_and_both_read_them_in_place_and_not(p
 
 
 def read(module, old, by_exponent, payload):
-    """`old` with the changes of a payload, or None when it is none."""
-    found = module.changes(payload, old, by_exponent)
+    """`old` with the changes of a payload, or None when it is none: listed and written, and made in place."""
+    found, in_place = module.changes(payload, old, by_exponent), old.copy()
+    assert module.apply(payload, in_place, by_exponent) == (found is not None)
     if found is None:
         return None
     assert len(np.unique(found[0])) == len(found[0])
     new = old.copy()
     module.scatter(new, *found)
+    assert new.tobytes() == in_place.tobytes()
     return new
 
 
