@@ -162,20 +162,19 @@ def run_service(name: str, config: Config, main: Main, settings: Settings | None
         settings = settings or Settings.from_env(config, name)
         structlog.contextvars.bind_contextvars(service=name, instance=settings.instance, run=config.run.name)
         uvloop.run(_serve(name, config, settings, main))
-    except BaseExceptionGroup as group:
-        error = first_error(group)
-        if isinstance(error, OSError):
-            error = from_os(error) or error
-        if not isinstance(error, HeadwayError):
-            log.exception("service_crashed", error=repr(error)[:300])
-            return CRASH_EXIT
-        return _report(error)
-    except HeadwayError as error:
-        return _report(error)
+    except (BaseExceptionGroup, HeadwayError) as error:
+        return exit_code(error)
     return 0
 
 
-def _report(error: HeadwayError) -> int:
+def exit_code(failure: BaseException) -> int:
+    """What a process that failed so ends with; the failure, of a group the first, is logged."""
+    error = first_error(failure) if isinstance(failure, BaseExceptionGroup) else failure
+    if isinstance(error, OSError):
+        error = from_os(error) or error
+    if not isinstance(error, HeadwayError):
+        log.error("service_crashed", error=repr(error)[:300], exc_info=failure)
+        return CRASH_EXIT
     log.error("service_failed", kind=type(error).__name__, what=error.what, why=error.why, hint=error.hint)
     return error.exit_code
 

@@ -34,12 +34,13 @@ from headway.schemas.sections import (
     StalenessConfig,
     StoreConfig,
     TasksConfig,
+    TrainerConfig,
 )
 from headway.schemas.trajectory import TOKENS_MAX
 from headway.schemas.wire import digest_of
 
 OUR_ENVIRONMENTS = ("expr", "repo")
-LOCAL_SECTIONS = ("regions", "bus", "store", "retention", "sandbox")
+LOCAL_SECTIONS = ("regions", "bus", "store", "retention", "sandbox", "trainer")
 """Sections that may differ between services; everything else must equal the genesis."""
 
 
@@ -53,6 +54,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     midtrain: MidtrainConfig = MidtrainConfig()
     grpo: GrpoConfig = GrpoConfig()
+    trainer: TrainerConfig = TrainerConfig()
     staleness: StalenessConfig = StalenessConfig()
     dispatch: DispatchConfig = DispatchConfig()
     regions: dict[Id, RegionConfig] = Field(default_factory=lambda: {"local": RegionConfig()})

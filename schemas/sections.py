@@ -138,6 +138,13 @@ class StalenessConfig(Section):
     swap_mode: Literal["retract", "in_place", "finish"] = "retract"
 
 
+class TrainerConfig(Section):
+    """How the trainer runs here; the bits of a run do not hang on it."""
+
+    ranks: Positive = 1
+    """Processes that share micro-batches, masters and publishing, started by torchrun's agent on this machine."""
+
+
 class DispatchConfig(Section):
     max_in_flight: Positive = 128
     """Sessions issued and not yet ended, over the whole fleet."""

@@ -9,7 +9,7 @@ whose forward sampled it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,23 +52,10 @@ class Agreement:
 
     def add(self, micro: MicroBatch, current_N: Tensor, out: Output) -> None:
         """current_N f32 [N], and what the forward of the micro-batch returned."""
-        used_NLk, live_NLk = (routes.flatten(0, 1)[micro.rows_N] for routes in (out.routes, out.live))
-        recorded_NLk = torch.full_like(used_NLk, -1)
-        if micro.routes_BTLk is not None:
-            recorded_NLk = micro.routes_BTLk.flatten(0, 1)[micro.rows_N]
-        known_NL = (recorded_NLk >= 0).all(dim=2)
-        columns = {
-            "current": current_N,
-            "recorded": micro.behaviour_N,
-            "lag": micro.lag_N,
-            "swapped": micro.swapped_N,
-            "sample": micro.sample_N,
-            "place": micro.place_N,
-            "known": known_NL,
-            "moved": known_NL & (recorded_NLk != live_NLk).any(dim=2),
-            "flipped": known_NL & (recorded_NLk.sort(2).values != live_NLk.sort(2).values).any(dim=2),
-            "filtered": known_NL & (recorded_NLk != used_NLk).any(dim=2),
-        }
+        self.take(columns_of(micro, current_N, out))
+
+    def take(self, columns: Mapping[str, Tensor]) -> None:
+        """What `columns_of` made of a micro-batch, of the next one in order."""
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)
 
@@ -125,6 +112,27 @@ class Agreement:
             if self._replay:
                 routed[f"filtered_fraction_layer_{layer}"] = _mean(column["filtered"][:, layer].double())
         return differences | routed
+
+
+def columns_of(micro: MicroBatch, current_N: Tensor, out: Output) -> dict[str, Tensor]:
+    """By token, what was recorded and what is now. current_N f32 [N]; `out` is what the forward returned."""
+    used_NLk, live_NLk = (routes.flatten(0, 1)[micro.rows_N] for routes in (out.routes, out.live))
+    recorded_NLk = torch.full_like(used_NLk, -1)
+    if micro.routes_BTLk is not None:
+        recorded_NLk = micro.routes_BTLk.flatten(0, 1)[micro.rows_N]
+    known_NL = (recorded_NLk >= 0).all(dim=2)
+    return {
+        "current": current_N,
+        "recorded": micro.behaviour_N,
+        "lag": micro.lag_N,
+        "swapped": micro.swapped_N,
+        "sample": micro.sample_N,
+        "place": micro.place_N,
+        "known": known_NL,
+        "moved": known_NL & (recorded_NLk != live_NLk).any(dim=2),
+        "flipped": known_NL & (recorded_NLk.sort(2).values != live_NLk.sort(2).values).any(dim=2),
+        "filtered": known_NL & (recorded_NLk != used_NLk).any(dim=2),
+    }
 
 
 def mismatch(current_N: Tensor, recorded_N: Tensor) -> dict[str, float]:

@@ -21,8 +21,8 @@ from headway.kernels.numerics import ARITHMETIC
 PACKAGES = ("schemas", "bus", "kernels", "weight_sync", "trainer")
 ISA_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 MKL_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
-NOT_OF_THE_BITS = ("code", "commit")
-"""What is named and compared apart: a replay asks whether today's code gives the same bits."""
+NOT_OF_THE_BITS = ("code", "commit", "mesh")
+"""What is named and compared apart: a replay asks whether today's code gives the same bits; the mesh has no say."""
 
 
 def describe() -> dict[str, str]:

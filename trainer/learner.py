@@ -1,8 +1,12 @@
 """One GRPO step: fp32 masters in, fp32 masters out, a pure function of (checkpoint, batch in order, config).
 
 The forward runs through the rollout weights (the masters rounded or quantised, which is exactly what engines
-serve) in the compute dtype; gradients go straight through the rounding to the masters. Nothing is
-written before the whole batch was computed and P7 held, so a failed step leaves the state as it was.
+serve) in the compute dtype; gradients go straight through the rounding to the masters (straight-through
+estimator, Bengio et al. 2013). Nothing is written before the whole batch was computed and P7 held, so a failed
+step leaves the state as it was.
+
+Several ranks take a step together: micro-batches go round them, each adds the gradients of the tensors it owns in
+the order of micro-batches, and updates these alone (ZeRO, arXiv:1910.02054). The bits are those of one rank.
 
 Shapes: as in `batching`. d hidden width, N sampled tokens.
 """
@@ -20,16 +24,18 @@ from torch import Tensor
 from headway.kernels.config import ModelConfig
 from headway.kernels.decoder import Output, forward_full, token_logprob
 from headway.kernels.numerics import FAST, INVARIANT
-from headway.kernels.quant import RolloutDtype, to_rollout
+from headway.kernels.quant import RolloutDtype, dequantise, to_rollout
 from headway.kernels.router import balance_loss
-from headway.kernels.weights import check_tensors, prepare, round_through
+from headway.kernels.weights import check_tensors, prepare
 from headway.schemas.errors import HeadwayError
 from headway.schemas.sections import GrpoConfig
-from headway.trainer.agreement import Agreement
+from headway.trainer.agreement import Agreement, columns_of
 from headway.trainer.batching import MicroBatch, Sample, micro_batches
 from headway.trainer.checkpoint import Checkpoint
 from headway.trainer.loss import LossParams, group_advantages, grpo_loss
-from headway.trainer.optim import AdamW, Schedule, clip_by_global_norm
+from headway.trainer.mesh import Layout, Mesh
+from headway.trainer.optim import MOMENTS, AdamW, Schedule, clip_by_norm, squared_norms
+from headway.trainer.report import Report, exchange, summed
 
 NumericsMode = Literal["bitwise", "replay", "off"]
 SwapMode = Literal["retract", "in_place", "finish"]
@@ -52,7 +58,10 @@ class StepResult:
 
 
 class Learner:
-    """Owns the masters and Adam's moments."""
+    """Owns the masters and Adam's moments, on several ranks each its share.
+
+    All ranks then call `step`, `state` and `load_state` in the same order.
+    """
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class Learner:
         swap_mode: SwapMode = "retract",
         rollout_dtype: RolloutDtype = "bfloat16",
         same_arithmetic: bool = True,
+        mesh: Mesh | None = None,
     ) -> None:
         """masters: a checkpoint's tensors under Hugging Face names, any float dtype; copied to fp32.
 
@@ -81,7 +91,11 @@ class Learner:
         self._compute_dtype, self._replay = compute_dtype, numerics == "replay"
         self._exact = numerics == "bitwise" and swap_mode != "in_place" and same_arithmetic
         self._kernels = INVARIANT if numerics == "bitwise" else FAST
-        self._masters = {name: masters[name].detach().float().clone() for name in sorted(masters)}
+        self._mesh = mesh or Mesh()
+        self._layout = Layout.of({name: tuple(w.shape) for name, w in masters.items()}, self._mesh.size)
+        self._parts = [to_rollout({n: masters[n] for n in names}, rollout_dtype) for names in self._layout.owned]
+        own = self._layout.owned[self._mesh.rank]
+        self._masters = {name: masters[name].detach().float().clone() for name in own}
         self._adam = AdamW(self._masters, beta1=config.adam_beta1, beta2=config.adam_beta2)
         self._steps_done = 0
         self._schedule = Schedule(peak=config.learning_rate, warmup_steps=config.warmup_steps, total_steps=0)
@@ -103,24 +117,48 @@ class Learner:
         return self._steps_done
 
     def rollout_weights(self) -> dict[str, Tensor]:
-        """The weights that engines are to serve, as they load them."""
-        return to_rollout(self._masters, self._rollout_dtype)
+        """The weights that engines are to serve, as they load them. They never change: a step makes new ones."""
+        return {name: w for part in self._parts for name, w in part.items()}
 
     def state(self, *, copied: bool = True) -> Checkpoint:
-        """Everything the next step depends on: a copy, else the learner's own tensors, to be read before it goes on."""
+        """Everything the next step depends on: a copy, else the learner's own tensors, to be read before it goes on.
+
+        Whole on rank 0; on another rank its share.
+        """
+        own = {"masters": self._masters} | self._adam.moments()
+        found = {
+            kind: {name: w.clone() if copied else w for name, w in self._mesh.collect(self._layout, share).items()}
+            for kind, share in own.items()
+        }
         return Checkpoint(
-            masters={name: master.clone() if copied else master for name, master in self._masters.items()},
-            moments=self._adam.state(copied=copied),
+            masters=found.pop("masters"),
+            moments={f"{kind}/{name}": w for kind, share in found.items() for name, w in share.items()},
             counters={"steps_done": self._steps_done},
         )
 
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continue from `state()`'s result. Raises ValueError or KeyError when it does not fit."""
-        check_tensors({name: tuple(w.shape) for name, w in checkpoint.masters.items()}, self._model)
-        self._adam.load_state(checkpoint.moments, checkpoint.counters["steps_done"])
-        self._steps_done = checkpoint.counters["steps_done"]
+        """Continue from `state()`'s result; on several ranks from rank 0's, the others need the counters alone.
+
+        Raises ValueError or KeyError when it does not fit.
+        """
+        if self._mesh.rank == 0:
+            check_tensors({name: tuple(w.shape) for name, w in checkpoint.masters.items()}, self._model)
+        steps_done, own = checkpoint.counters["steps_done"], {}
+        for kind in MOMENTS:
+            whole = {name: checkpoint.moments[f"{kind}/{name}"] for name in checkpoint.masters}  # on rank 0
+            own |= {f"{kind}/{name}": w for name, w in self._mesh.hand_out(self._layout, whole).items()}
+        masters = self._mesh.hand_out(self._layout, checkpoint.masters)
+        self._adam.load_state(own, steps_done)
+        self._steps_done = steps_done
         for name, master in self._masters.items():
-            master.copy_(checkpoint.masters[name])
+            master.copy_(masters[name])
+        self._renew_weights()
+
+    def _renew_weights(self) -> None:
+        """Rounded from the masters, each rank its own, and passed on to the others."""
+        parts = list(self._parts)
+        parts[self._mesh.rank] = to_rollout(self._masters, self._rollout_dtype)
+        self._parts = self._mesh.spread(parts)
 
     def step(self, batch: Sequence[Sample]) -> StepResult:
         """Train once on whole groups, in the order given, and update the masters.
@@ -134,16 +172,15 @@ class Learner:
         advantages = group_advantages(
             [sample.reward for sample in batch], [sample.group for sample in batch], config.advantage, seed
         )
-        grads = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        agreement = Agreement(exact=self._exact, replay=self._replay)
-        sums: dict[str, float] = {"loss": 0.0}
         micros = micro_batches(batch, advantages, config.micro_batch_tokens, self._max_lag)
-        for micro in micros:
-            for name, value in self._accumulate(micro, grads, agreement).items():
-                sums[name] = sums.get(name, 0.0) + value
+        grads, reports = self._accumulate(micros)
+        agreement = Agreement(exact=self._exact, replay=self._replay)
+        for report in reports:
+            agreement.take(report.columns)
         agreement.check([sample.rollout_id for sample in batch])
         try:
-            norm = clip_by_global_norm(grads, config.clip_norm)
+            squares = self._mesh.merge(squared_norms(grads), sorted(self._layout.shapes))
+            norm = clip_by_norm(grads, squares, config.clip_norm)
         except ValueError as error:
             raise HeadwayError(
                 f"step {self._steps_done + 1} was not taken: {error}", hint="look for NaN in rewards or weights"
@@ -151,7 +188,9 @@ class Learner:
         rate = self._schedule.at(self._steps_done)
         self._adam.step(grads, rate)
         self._steps_done += 1
-        metrics = _batch_metrics(batch, advantages, self._max_lag) | _token_metrics(sums) | agreement.metrics()
+        self._renew_weights()
+        tokens = _token_metrics(summed(reports))
+        metrics = _batch_metrics(batch, advantages, self._max_lag) | tokens | agreement.metrics()
         metrics |= {"grad_norm": norm, "learning_rate": rate}
         return StepResult(
             metrics=metrics,
@@ -163,14 +202,34 @@ class Learner:
     @torch.no_grad()
     def recompute(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Output]:
         """The forward of a step at the present weights: log-probabilities and entropies f32 [N], and the routes."""
-        return self._forward(self._masters, micro)
+        return self._forward(self._plain_weights(), micro)
 
-    def _accumulate(self, micro: MicroBatch, grads: dict[str, Tensor], agreement: Agreement) -> dict[str, float]:
-        """Add the micro-batch's gradients to `grads`; its sums over tokens."""
+    def _plain_weights(self) -> dict[str, Tensor]:
+        """What the forward computes with, f32, of all ranks' tensors."""
+        return dequantise(self.rollout_weights(), torch.float32)
+
+    def _accumulate(self, micros: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], list[Report]]:
+        """The summed gradients of the tensors this rank owns, and the reports of all micro-batches."""
+        mesh, weights = self._mesh, self._plain_weights()
+        sums = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        reports: dict[int, Report] = {}
+        failure: Exception | None = None
+        for first in range(0, len(micros), mesh.size):
+            now, found = micros[first : first + mesh.size], None
+            if mesh.rank < len(now) and failure is None:
+                try:
+                    found, reports[first + mesh.rank] = self._gradients(weights, now[mesh.rank])
+                except Exception as error:  # of any type: the other ranks wait for this one
+                    failure = error
+            mesh.add_in_order(self._layout, sums, found, [micro.learns for micro in now])
+        return sums, exchange(mesh, reports, failure)
+
+    def _gradients(self, weights: Mapping[str, Tensor], micro: MicroBatch) -> tuple[dict[str, Tensor] | None, Report]:
+        """The micro-batch's gradients, None when it does not learn, and its report."""
         with torch.set_grad_enabled(micro.learns):
-            leaves = {name: w.detach().requires_grad_(micro.learns) for name, w in self._masters.items()}
+            leaves = {name: w.detach().requires_grad_(micro.learns) for name, w in weights.items()}
             current_N, entropy_N, out = self._forward(leaves, micro)
-            agreement.add(micro, current_N.detach(), out)
+            columns = columns_of(micro, current_N.detach(), out)
             parts = grpo_loss(
                 current_N,
                 entropy_N,
@@ -181,22 +240,21 @@ class Learner:
                 self._loss,
             )
             if not micro.learns:
-                return parts.sums
+                return None, Report(sums=parts.sums, columns=columns)
             loss = parts.loss
             if self._config.balance_loss:
                 loss = loss + self._config.balance_loss * self._imbalance(micro, out)
             found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-        for name, grad in zip(leaves, found, strict=True):
-            grads[name] += grad
-        return parts.sums | {"loss": float(parts.loss.detach())}
+        sums = parts.sums | {"loss": float(parts.loss.detach())}
+        return dict(zip(leaves, found, strict=True)), Report(sums=sums, columns=columns)
 
     def _imbalance(self, micro: MicroBatch, out: Output) -> Tensor:
         """The balance loss, weighted like a token's in the policy loss, so that micro-batches add up."""
         weight = len(micro.targets_N) / self._config.token_budget
         return balance_loss(out.router_scores, self._model.num_experts_per_tok) * weight
 
-    def _forward(self, masters: Mapping[str, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor, Output]:
-        prepared = prepare(round_through(masters, self._rollout_dtype), self._model, self._compute_dtype)
+    def _forward(self, weights: Mapping[str, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor, Output]:
+        prepared = prepare(weights, self._model, self._compute_dtype)
         forced = micro.routes_BTLk if self._replay else None
         out = forward_full(
             prepared,

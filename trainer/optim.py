@@ -37,19 +37,29 @@ class Schedule:
         return self.peak * (1.0 - done * (1.0 - self.final_fraction))
 
 
-def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> float:
-    """Scale `grads` in place so that their joint L2 norm is at most `limit`; the norm before.
+def squared_norms(grads: Mapping[str, Tensor]) -> dict[str, float]:
+    """Each tensor's squared L2 norm."""
+    return {name: float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for name, grad in grads.items()}
 
-    Raises ValueError when the norm is not finite: such a step must not reach the masters.
+
+def clip_by_norm(grads: Mapping[str, Tensor], squares: Mapping[str, float], limit: float) -> float:
+    """Scale `grads` in place so that the L2 norm of all tensors, of whose squared norms `squares` tells, is at most
+    `limit`; the norm before.
+
+    `grads` may be a part of them. Raises ValueError when the norm is not finite: that must not reach the masters.
     """
-    squared = sum(float(torch.linalg.vector_norm(grads[name], dtype=torch.float64)) ** 2 for name in sorted(grads))
-    norm = float(squared**0.5)
+    norm = float(sum(squares[name] for name in sorted(squares)) ** 0.5)
     if not norm < float("inf"):
         raise ValueError(f"the gradient norm is {norm}")
     if norm > limit:
         for name in sorted(grads):
             grads[name].mul_(limit / norm)
     return norm
+
+
+def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> float:
+    """`clip_by_norm` where `grads` are all there are."""
+    return clip_by_norm(grads, squared_norms(grads), limit)
 
 
 class AdamW:
@@ -82,15 +92,18 @@ class AdamW:
         for param in self._params:
             param.grad = None
 
-    def state(self, *, copied: bool = True) -> dict[str, Tensor]:
-        """The moments, or copies: `exp_avg/<name>` and `exp_avg_sq/<name>`, all float32."""
-        found = {}
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """`exp_avg` and `exp_avg_sq`, f32 by the masters' names: the optimizer's own tensors."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
         for name, param in zip(self._names, self._params, strict=True):
-            moments = self._torch.state.get(param, {})
+            held = self._torch.state.get(param, {})
             for kind in MOMENTS:
-                own = moments[kind] if moments else torch.zeros_like(param)
-                found[f"{kind}/{name}"] = own.clone() if copied else own
+                found[kind][name] = held[kind] if held else torch.zeros_like(param)
         return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the moments: `exp_avg/<name>` and `exp_avg_sq/<name>`, all float32."""
+        return {f"{kind}/{name}": m.clone() for kind, share in self.moments().items() for name, m in share.items()}
 
     def load_state(self, moments: Mapping[str, Tensor], steps_done: int) -> None:
         """Continue after `steps_done` updates. Raises KeyError or ValueError when a moment does not fit."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
+from headway.bus.blobs import BlobStore
 from headway.bus.service import Service
 from headway.schemas import signing
 from headway.schemas.errors import PromiseViolated
 from headway.schemas.manifest import open_manifest, root_of
 from headway.schemas.messages import WeightsAnnounced
+from headway.schemas.subjects import Keys
 from headway.schemas.version import Version
 from headway.schemas.wire import digest_of
+from headway.trainer.mesh import Layout, Mesh
 from headway.trainer.retention import delete, leases_of
-from headway.weight_sync.publisher import Published, Publisher, PublishStats
+from headway.weight_sync.publisher import Published, Publisher
+from headway.weight_sync.ranks import RankedPublisher
 from headway.weight_sync.tensors import table_of
 from headway.weight_sync.torch_apply import raw_tensors
 
@@ -25,44 +30,78 @@ ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Beside the thread that trains."""
 
 
-class WeightLine:
-    """The last published version, which is the base of the next delta."""
+class Share:
+    """What this rank publishes of each version: all of it, or the tensors that are its own among several ranks'.
 
-    def __init__(self, service: Service, private_key: bytes) -> None:
-        self._service, self._key = service, private_key
+    The last published version is the base of the next delta.
+    """
+
+    def __init__(self, store: BlobStore, keys: Keys, private_key: bytes, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._publisher = Publisher(
-            store=service.store,
-            keys=service.bus.keys,
+            store=store,
+            keys=keys,
             private_key=private_key,
             pool=ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode"),
         )
-        self._head: Published | None = None
-        self._stats: PublishStats | None = None
-        self._checkpoints: deque[str] = deque()
+        self.head: Published | None = None
 
-    async def publish(self, version: Version, weights: dict[str, Tensor]) -> Published:
-        """Make `version` durable in the store. Not yet visible: the ledger record binds it."""
-        self._head, self._stats = await self._publisher.publish(version, raw_tensors(weights), self._head)
-        return self._head
+    async def publish(self, version: Version, weights: Mapping[str, Tensor]) -> Published:
+        """Make `version`, of which `weights` are all tensors, durable in the store. Raises as the publishers do."""
+        mine = raw_tensors(self._mine(weights))
+        if self._mesh.size == 1:
+            self.head, _ = await self._publisher.publish(version, mine, self.head)
+            return self.head
+        ranked = RankedPublisher(
+            publisher=self._publisher,
+            rank=self._mesh.rank,
+            world_size=self._mesh.size,
+            attempt=self._mesh.attempt,
+            patience_s=self._mesh.patience_s,
+        )
+        self.head = await ranked.publish(version, mine, self.head, sorted(weights))
+        return self.head
 
-    async def adopt(self, version: Version, digest: str, weights: dict[str, Tensor], root: str) -> None:
+    async def adopt(self, version: Version, digest: str, weights: Mapping[str, Tensor], root: str) -> None:
         """Continue from a committed version that `weights` must equal bit for bit.
 
         Raises PromiseViolated when the checkpoint's weights are not the ledger's.
         """
-        sealed = await self._service.store.get(self._service.bus.keys.manifest(digest))
-        manifest = open_manifest(sealed, digest, signing.public_key(self._key))
-        tensors = raw_tensors(weights)
-        found = root_of(table_of(tensors))
+        publisher = self._publisher
+        sealed = await publisher.store.get(publisher.keys.manifest(digest))
+        manifest = open_manifest(sealed, digest, signing.public_key(publisher.private_key))
+        found = root_of(table_of(raw_tensors(weights)))
         if not found == manifest.root == root:
             raise PromiseViolated(
                 f"the checkpoint of version {version} gives weight root {found[:16]}, the ledger says {root[:16]}"
             )
-        self._head = Published(version=version, digest=digest, manifest=manifest, tensors=tensors)
+        mine = raw_tensors(self._mine(weights))
+        self.head = Published(version=version, digest=digest, manifest=manifest, tensors=mine)
+
+    def _mine(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        layout = Layout.of({name: tuple(w.shape) for name, w in weights.items()}, self._mesh.size)
+        return {name: weights[name] for name in layout.owned[self._mesh.rank]}
+
+
+class WeightLine:
+    """Rank 0's side of it: the share, the announcements, the checkpoints."""
+
+    def __init__(self, service: Service, private_key: bytes, mesh: Mesh | None = None) -> None:
+        self._service, self._key = service, private_key
+        self._share = Share(service.store, service.bus.keys, private_key, mesh or Mesh())
+        self._checkpoints: deque[str] = deque()
+
+    async def publish(self, version: Version, weights: Mapping[str, Tensor]) -> Published:
+        """Make `version` durable in the store. Not yet visible: the ledger record binds it."""
+        return await self._share.publish(version, weights)
+
+    async def adopt(self, version: Version, digest: str, weights: Mapping[str, Tensor], root: str) -> None:
+        """As `Share.adopt`."""
+        await self._share.adopt(version, digest, weights, root)
 
     async def announce(self) -> None:
         """Publish the head's announcement; a repeated one is recognised and stored once."""
-        head = self._head
+        head = self._share.head
         assert head is not None
         manifest = head.manifest
         full_bytes = sum(entry.nbytes for entry in manifest.tensors if entry.alias is None)
@@ -73,7 +112,7 @@ class WeightLine:
             root=manifest.root,
             delta_bytes=manifest.size_bytes("delta") if manifest.parent else manifest.size_bytes("anchor"),
             full_bytes=full_bytes,
-            changed_fraction=self._stats.changed_fraction if self._stats else 0.0,
+            changed_fraction=head.changed_fraction,
         )
         await self._service.bus.publish(self._service.bus.subjects.weights(head.version), message)
 

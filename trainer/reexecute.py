@@ -30,7 +30,9 @@ from headway.trainer import environment
 from headway.trainer.batching import Sample
 from headway.trainer.groups import Lineage
 from headway.trainer.history import History
+from headway.trainer.lead import Lead
 from headway.trainer.learner import Learner, StepResult
+from headway.trainer.mesh import Mesh
 from headway.trainer.staleness import Staleness
 from headway.weight_sync import torch_apply
 from headway.weight_sync.tensors import table_of
@@ -60,10 +62,16 @@ class Executed:
 
 
 def make_learner(
-    config: Config, model: ModelConfig, weights: Mapping[str, torch.Tensor], *, same_arithmetic: bool = True
+    config: Config,
+    model: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    same_arithmetic: bool = True,
+    mesh: Mesh | None = None,
 ) -> Learner:
     """The learner that a run's config asks for, from the base model's weights; see `Learner`."""
-    return Learner(
+    leads = mesh is not None and mesh.size > 1 and mesh.rank == 0
+    return (Lead if leads else Learner)(
         weights,
         model,
         config.grpo,
@@ -74,6 +82,7 @@ def make_learner(
         seed=config.run.seed,
         swap_mode=config.staleness.swap_mode,
         same_arithmetic=same_arithmetic,
+        mesh=mesh,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -21,28 +22,29 @@ import torch
 from headway.bus.ledger import LedgerReader, LedgerWriter, Link
 from headway.bus.reader import last_valid, read_at
 from headway.bus.service import Service
-from headway.kernels import hf
 from headway.kernels.config import ModelConfig
 from headway.kernels.selftest import refusal
 from headway.schemas import signing
 from headway.schemas.chat import chat_digest, require_same_chat
-from headway.schemas.errors import ConfigError, FencedOut, InputError, PromiseViolated, UnavailableError, WireError
+from headway.schemas.errors import FencedOut, PromiseViolated, UnavailableError, WireError
 from headway.schemas.ledger import Counters, DropReason, Drops, Genesis, Open, Step
 from headway.schemas.messages import Rollout, Task
 from headway.schemas.rewards import Scoring
 from headway.schemas.version import Version
-from headway.trainer import bundle, environment, projections, recover
+from headway.schemas.wire import pack
+from headway.trainer import bundle, environment, lead, projections, recover
 from headway.trainer import checkpoint as checkpoints
 from headway.trainer.agreement import Disagreement
 from headway.trainer.batching import Sample
+from headway.trainer.begin import base_folder, begin, load_base
 from headway.trainer.groups import Batch, Pool, counters_after
 from headway.trainer.history import History, require_same_config
 from headway.trainer.intake import Intake, Judge
 from headway.trainer.learner import Learner, StepResult
+from headway.trainer.mesh import Mesh, mesh_of
 from headway.trainer.plan import Plan, TaskSet
 from headway.trainer.publishing import WeightLine
 from headway.trainer.quarantine import Quarantine, agent_of, require_somebody
-from headway.trainer.reexecute import make_learner
 from headway.trainer.staleness import Staleness
 from headway.trainer.sweeper import Sweeper
 
@@ -71,7 +73,8 @@ class Computed:
 class Trainer:
     """One term of one run's trainer."""
 
-    def __init__(self, service: Service, base: Path, tasks: TaskSet) -> None:
+    def __init__(self, service: Service, base: Path, tasks: TaskSet, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._service, self._config, self._bus = service, service.config, service.bus
         self._base, self._plan = base, Plan(config=service.config, tasks=tasks)
         self._key = signing.load_key(service.settings.trainer_key())
@@ -116,9 +119,9 @@ class Trainer:
 
     async def _open(self) -> None:
         self._service.status.update(phase="opening")
-        model, weights = await asyncio.to_thread(_load_base, self._base)
+        model, weights = await asyncio.to_thread(load_base, self._base)
         self._learner = await asyncio.to_thread(self._make_learner, model, weights)
-        self._weights = WeightLine(self._service, self._key)
+        self._weights = WeightLine(self._service, self._key, self._mesh)
         reader = LedgerReader(self._bus, signing.public_key(self._key))
         links = await reader.read_new()
         self._history.extend(links)
@@ -141,15 +144,13 @@ class Trainer:
         log.info("term_opened", term=link.record.term, head=str(self._history.head), cursor=self._history.cursor)
 
     def _make_learner(self, model: ModelConfig, weights: dict[str, torch.Tensor]) -> Learner:
-        config = self._config
-        dtype = getattr(torch, config.model.compute_dtype)
-        if config.engine.numerics == "bitwise" and (broken := refusal(model, dtype)):
-            raise ConfigError(
-                f"this machine cannot compute bit for bit: {broken}", hint="set engine.numerics to replay"
-            )
-        return make_learner(config, model, weights)
+        learner = begin(self._config, model, weights, self._mesh)
+        if self._mesh.size > 1:
+            self._mesh.require_alike(lead.likeness(self._config, learner))
+        return learner
 
     async def _write_genesis(self) -> None:
+        await asyncio.to_thread(self._tell, lead.PUBLISH, Version(0, 0))
         published = await self._weights.publish(Version(0, 0), self._learner.rollout_weights())
         config = self._config
         genesis = Genesis(
@@ -166,12 +167,13 @@ class Trainer:
         self._history.add(await self._ledger.append(genesis, Version(0, 0)))
 
     async def _restore(self, genesis: Genesis, model: ModelConfig, links: list[Link]) -> None:
-        history, config = self._history, self._config
+        history, config, head = self._history, self._config, self._history.head
         await recover.to_head(
             self._service, self._learner, links, model.tensor_shapes(), self._stale, genesis.trainer_key
         )
-        weights = self._learner.rollout_weights()
-        await self._weights.adopt(history.head, history.manifests[history.head], weights, history.roots[history.head])
+        weights, manifest, root = self._learner.rollout_weights(), history.manifests[head], history.roots[head]
+        await asyncio.to_thread(self._tell, lead.ADOPT, head, manifest, root)
+        await self._weights.adopt(head, manifest, weights, root)
         self._pool: Pool[Rollout] = Pool(
             samples=config.grpo.samples_per_group,
             min_graded=config.grpo.min_graded,
@@ -211,6 +213,8 @@ class Trainer:
             except PromiseViolated as error:
                 await self._set_aside(batch, error)
             return
+        except UnavailableError:  # another rank is gone, which is not the batch's fault
+            raise
         except Exception as error:  # of any type: whether the batch is to blame, the next one shows
             await self._committed(0)
             await self._set_aside(batch, error)
@@ -240,6 +244,7 @@ class Trainer:
         samples = [self._stale.sample(d.payload, self._line) for d in batch.rollouts() if d.payload]
         version = self._line.advance().head
         result = self._learner.step(samples)
+        self._tell(lead.PUBLISH, version)
         due = version.n == self._config.run.steps or version.n % self._config.grpo.checkpoint_every == 0
         return Computed(
             version=version,
@@ -250,6 +255,10 @@ class Trainer:
             checkpoint=checkpoints.to_bytes(self._learner.state(copied=False)) if due else None,
             weights=self._learner.rollout_weights(),
         )
+
+    def _tell(self, verb: str, version: Version, manifest: str = "", root: str = "") -> None:
+        """Have the other ranks do the same with a version."""
+        self._mesh.tell(verb, [pack(lead.Named(version=str(version), manifest=manifest, root=root))])
 
     async def _take_disagreement(self, batch: Batch[Rollout], found: Disagreement) -> None:
         """Set the rollouts aside, so that the batch is planned again. Raises PromiseViolated when it is systemic."""
@@ -369,17 +378,11 @@ class Trainer:
         return counters_after(before, batch, self._quarantine.recorded(before, batch.drops), metrics)
 
 
-def _load_base(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    try:
-        return hf.load(folder)
-    except (ValueError, OSError) as error:
-        raise InputError(
-            f"no usable model in {folder}", why=str(error)[:300], hint="`headway midtrain` makes one"
-        ) from None
-
-
 async def main(service: Service) -> None:
+    """Rank 0, or the only one."""
     torch.set_num_threads(1)
-    base = Path(service.config.model.base or service.settings.run_dir / "base")
+    mesh = await asyncio.to_thread(mesh_of, os.environ)
     tasks = TaskSet.load(service.settings.run_dir / "tasks")
-    await Trainer(service, base, tasks).run()
+    await Trainer(service, base_folder(service.config, service.settings), tasks, mesh).run()
+    await asyncio.to_thread(mesh.tell, lead.END)
+    mesh.close()

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from headway.bus.blobs import BlobStore
-from headway.schemas.manifest import DTYPE_BYTES, Manifest, Part, ShardRef, root_of, seal_manifest
+from headway.schemas.manifest import DTYPE_BYTES, Manifest, Part, ShardRef, TensorEntry, root_of, seal_manifest
 from headway.schemas.subjects import Keys
 from headway.schemas.version import Version
 from headway.schemas.wire import digest_of
@@ -45,12 +45,20 @@ class PublishSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A version in the store. It is the base of the next; `tensors` must not change any more."""
+    """A version in the store. It is the base of the next; `tensors` must not change any more.
+
+    `changed_elements` of its parent's differ, all of them without one; it is told whoever sealed it.
+    """
 
     version: Version
     digest: str
     manifest: Manifest
     tensors: Mapping[str, RawTensor]
+    changed_elements: int = 0
+
+    @property
+    def changed_fraction(self) -> float:
+        return self.changed_elements / max(_elements(self.manifest.tensors), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +103,8 @@ class Publisher:
         encode_ms = (self.clock() - started) * 1e3
         published = await self.seal(version, [part], tensors, parent, names, aliases)
         manifest = published.manifest
-        elements = sum(math.prod(entry.shape) for entry in part.tensors)
         stats = PublishStats(
-            changed_fraction=part.changed_elements / max(elements, 1) if parent else 1.0,
+            changed_fraction=published.changed_fraction,
             delta_bytes=manifest.size_bytes("delta"),
             anchor_bytes=manifest.size_bytes("anchor"),
             full_bytes=sum(entry.nbytes for entry in part.tensors),
@@ -160,7 +167,8 @@ class Publisher:
         )
         digest, sealed = seal_manifest(manifest, self.private_key)
         await self.store.put(self.keys.manifest(digest), sealed)
-        return Published(version=version, digest=digest, manifest=manifest, tensors=tensors)
+        changed = sum(part.changed_elements for part in parts) if parent else _elements(table)
+        return Published(version=version, digest=digest, manifest=manifest, tensors=tensors, changed_elements=changed)
 
     async def _put_shards(self, kind: Kind, jobs: Iterable[Job], tally: _Tally) -> list[ShardRef]:
         refs: list[ShardRef] = []
@@ -195,6 +203,10 @@ class Publisher:
                 yield tally.took(ahead.popleft().result())
         while ahead:
             yield tally.took(ahead.popleft().result())
+
+
+def _elements(table: Iterable[TensorEntry]) -> int:
+    return sum(math.prod(entry.shape) for entry in table if entry.alias is None)
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     try:
         options = parser().parse_args(argv)
+        options.arguments = sys.argv[1:] if argv is None else list(argv)
         if options.command in SERVICES:
             return _service(options)
         return COMMANDS[options.command](options)
@@ -79,6 +80,11 @@ def _run_folder(options: argparse.Namespace, config: Config) -> Path:
 def _service(options: argparse.Namespace) -> int:
     config = _config(options)
     os.environ["HEADWAY_RUN_DIR"] = str(_run_folder(options, config))
+    if options.command == "trainer":
+        from headway.deploy import ranks
+
+        if (code := ranks.run(config, options.arguments)) is not None:
+            return code
     module, function = ENTRY_POINTS[options.command]
     target = getattr(importlib.import_module(module), function)
     from headway.bus.service import run_service

@@ -28,7 +28,7 @@ from headway.bus.reader import read_all
 from headway.bus.server import free_port
 from headway.deploy.local import with_bus
 from headway.deploy.run_folder import RunFolder
-from headway.schemas.ledger import Drops, Step
+from headway.schemas.ledger import Drops, Open, Step
 from headway.schemas.messages import Applied, Rollout
 from headway.trainer.audit import Report, audit
 from headway.trainer.history import History
@@ -80,6 +80,7 @@ class Ended:
     history: History
     steps: list[Step]
     drops: list[Drops]
+    opens: list[Open]
     attempts: list[Rollout]
     applied: list[Applied]
     dead: list[str]
@@ -142,8 +143,8 @@ class Run:
     ) -> None:
         self.folder, self.output_file = RunFolder(folder), folder.with_suffix(".out")
         (folder / "given.toml").write_text(CONFIG + regions)
-        self._command = [*HEADWAY, "up", "--config", str(folder / "given.toml"), "--run-dir", str(folder)]
-        self._command += [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
+        self.command = [*HEADWAY, "up", "--config", str(folder / "given.toml"), "--run-dir", str(folder)]
+        self.command += [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
         self.marks = folder.with_suffix(".marks")
         self.marks.mkdir()
         self._env = {
@@ -160,7 +161,7 @@ class Run:
         """`headway up`."""
         with self.output_file.open("ab") as output:
             self.up = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                self.command, env=self._env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
 
     @property
@@ -254,6 +255,7 @@ async def _read(bus: Bus, code: int, output: str) -> Ended:
         history=history,
         steps=[body for body in bodies if isinstance(body, Step)],
         drops=[body for body in bodies if isinstance(body, Drops)],
+        opens=[body for body in bodies if isinstance(body, Open)],
         attempts=[await bus.open(Rollout, stored) async for stored in read_all(bus, "ROLLOUTS")],
         applied=[await bus.open(Applied, stored) for kind, stored in kinds if kind == "applied"],
         dead=[stored.subject for kind, stored in kinds if kind == "dead"],

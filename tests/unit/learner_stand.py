@@ -16,7 +16,9 @@ from headway.schemas.version import Version
 from headway.schemas.wire import digest_of
 from headway.trainer.batching import Sample
 from headway.trainer.checkpoint import to_bytes
+from headway.trainer.lead import Lead
 from headway.trainer.learner import Learner
+from headway.trainer.mesh import Mesh
 
 MODEL = ModelConfig(
     vocab_size=40,
@@ -35,10 +37,15 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
 def learner(
-    seed: int = 0, numerics: str = "bitwise", rollout_dtype: str = "bfloat16", same: bool = True, **settings: object
+    seed: int = 0,
+    numerics: str = "bitwise",
+    rollout_dtype: str = "bfloat16",
+    same: bool = True,
+    mesh: Mesh | None = None,
+    **settings: object,
 ) -> Learner:
     masters = init_weights(MODEL, seed)
-    return Learner(
+    return (Lead if mesh is not None and mesh.rank == 0 else Learner)(
         {name: w.bfloat16() for name, w in masters.items()},
         MODEL,
         GrpoConfig(**({"learning_rate": 1e-2, "warmup_steps": 0, "token_budget": 64} | settings)),
@@ -48,6 +55,7 @@ def learner(
         max_lag=2,
         seed=1,
         same_arithmetic=same,
+        mesh=mesh,
     )
 
 

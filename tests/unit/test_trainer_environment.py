@@ -13,7 +13,8 @@ def test_a_run_from_before_the_arithmetic_changed_was_on_another_environment() -
     assert environment_changes({}, here) == []
 
 
-def test_another_commit_is_no_other_environment() -> None:
+def test_another_commit_or_number_of_ranks_is_no_other_environment() -> None:
     here = environment.describe()
+    assert environment_changes(here | {"mesh": "2"}, here) == []
     assert environment_changes(here | {"commit": "another", "code": "another"}, here) == []
     assert environment_changes(here | {"threads": "99"}, here) == [f"threads 99 -> {here['threads']}"]

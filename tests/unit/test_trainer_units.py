@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from headway.trainer import learner as learning
-from headway.trainer.agreement import Agreement
 from headway.trainer.batching import MicroBatch, micro_batches
 from headway.trainer.learner import Learner
 from headway.trainer.loss import group_advantages
@@ -22,10 +21,7 @@ TOKENS = 14
 
 
 def gradient_of(who: Learner, units: list[MicroBatch]) -> dict[str, Tensor]:
-    grads = {name: torch.zeros_like(w) for name, w in who.state().masters.items()}
-    for unit in units:
-        who._accumulate(unit, grads, Agreement(exact=False))
-    return grads
+    return who._accumulate(units)[0]
 
 
 def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -44,13 +40,13 @@ def test_units_computed_in_any_order_and_added_in_their_own_give_the_bits_of_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[dict[str, Tensor]] = []
-    clip = learning.clip_by_global_norm
+    norms = learning.squared_norms
 
-    def seen(grads: dict[str, Tensor], limit: float) -> float:
+    def seen(grads: dict[str, Tensor]) -> dict[str, float]:
         taken.append({name: grad.clone() for name, grad in grads.items()})
-        return clip(grads, limit)
+        return norms(grads)
 
-    monkeypatch.setattr(learning, "clip_by_global_norm", seen)
+    monkeypatch.setattr(learning, "squared_norms", seen)
     who = learner(micro_batch_tokens=TOKENS)
     samples = batch(who.rollout_weights())
     advantages = group_advantages([s.reward for s in samples], [s.group for s in samples], "mean", 0)

@@ -277,7 +277,7 @@ def installed() -> Iterator[None]:
         return Learner(weights, self._config.staleness.max_lag)
 
     patches: list[Any] = [
-        mock.patch.object(trainer_service, "_load_base", _load_base),
+        mock.patch.object(trainer_service, "load_base", _load_base),
         mock.patch.object(trainer_service.Trainer, "_make_learner", make_learner),
         mock.patch.object(trainer_service, "time", clock),
         mock.patch.object(HostMirror, "_put", _put),
