@@ -18,7 +18,7 @@ from headway.bus.reader import read_all
 from headway.deploy.progress import sparkline
 from headway.schemas.config import Config
 from headway.schemas.errors import WireError
-from headway.schemas.ledger import Genesis, Step
+from headway.schemas.ledger import Counters, Genesis, Step
 from headway.schemas.messages import Applied, Event, Rollout, Task, Verdict, WeightsAnnounced
 from headway.schemas.version import Version
 from headway.schemas.vocab import decode
@@ -164,6 +164,7 @@ def figures(reading: Reading, config: Config, *, rollouts: Mapping[str, Any], wa
         },
         "reward_curve": [round(step.metrics.get("reward_mean", 0.0), 5) for step in reading.steps],
         "staleness_hist": _staleness(events),
+        "masked_share": _masked_share(reading.steps),
         "lag0": _lag0(reading.steps),
         "weights": _weights(reading),
         "rollouts": dict(rollouts),
@@ -188,6 +189,11 @@ def _staleness(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
                 lag = key.removeprefix(LAG_PREFIX)
                 total[lag] = total.get(lag, 0) + int(value)
     return dict(sorted(total.items()))
+
+
+def _masked_share(steps: list[Step]) -> float:
+    counters = steps[-1].counters if steps else Counters()
+    return round(counters.masked_tokens / max(1, counters.masked_tokens + counters.trained_tokens), 4)
 
 
 def _lag0(steps: list[Step]) -> dict[str, float]:
@@ -243,6 +249,7 @@ def table(summary: Mapping[str, Any]) -> str:
             ("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s (all phases)"),
             ("throughput", f"{summary['tokens_per_s']:,.0f} tok/s, trainer idle {summary['trainer_idle_share']:.0%}"),
             ("tokens by lag", "  ".join(f"{lag}: {count / all_lags:.0%}" for lag, count in lags.items())),
+            ("tokens too old to train on", f"{summary['masked_share']:.1%} of those of trained rollouts"),
             (
                 "lag-0 log-probabilities",
                 f"{lag0['bitwise_equal_fraction']:.2%} of {lag0['tokens']:,} bitwise equal, "

@@ -107,7 +107,9 @@ class View:
         tokens = [self._number(f"{LAG}{lag}") for lag in range(bound + 1)]
         bars = (BARS[round(count / max(*tokens, 1) * (len(BARS) - 1))] for count in tokens)
         shown = (f"lag {lag} {bar} {count:,.0f}" for lag, (bar, count) in enumerate(zip(bars, tokens, strict=True)))
-        return f"{'   '.join(shown)}   (bound {bound}, masked {self.history.counters.masked_tokens:,})"
+        masked, whole = self.history.counters.masked_tokens, self.history.counters.trained_tokens
+        share = f", {masked / (masked + whole):.1%}" if masked else ""
+        return f"{'   '.join(shown)}   (bound {bound}, masked {masked:,}{share})"
 
     def _trainer(self) -> str:
         return "; ".join(escape(beat.text("phase")) for beat in self.fleet.of("trainer")) or "not heard"

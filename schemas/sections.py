@@ -135,6 +135,9 @@ class StalenessConfig(Section):
     max_lag: Count = 2
     swap_slack: Count = 1
     stale_policy: Literal["mask", "drop"] = "mask"
+    stale_share_max: Fraction = 0.05
+    """While more of what steps take in is too old, tasks are issued less far ahead, so that fewer groups overtake
+    one of long sessions (docs/SCALING.md). 1: always as far as max_lag allows."""
     swap_mode: Literal["retract", "in_place", "finish"] = "retract"
 
 

@@ -17,10 +17,11 @@ from headway.bus.reader import last_valid
 from headway.bus.service import Service
 from headway.bus.topology import AGENTS_CONSUMER
 from headway.schemas.errors import ConfigError, FencedOut, UnavailableError
+from headway.schemas.ledger import Step
 from headway.schemas.messages import Task
 from headway.schemas.version import Version
 from headway.trainer.history import History, require_same_config
-from headway.trainer.pacing import Pacing
+from headway.trainer.pacing import Pacing, stale_share
 from headway.trainer.plan import Plan, TaskSet
 
 POLL_S = 0.05
@@ -72,7 +73,7 @@ class Dispatcher:
                 service.status.update(phase="paused")
                 await asyncio.sleep(POLL_S)
                 continue
-            self._history.extend(await self._reader.read_new())
+            await self._follow()
             if (unit := await self._next_unit()) is not None:
                 service.status.update(phase="issuing")
                 finished = False
@@ -90,10 +91,18 @@ class Dispatcher:
         self._paused = paused
         self._service.status.update(phase="paused" if paused else "resuming", paused=paused)
 
+    async def _follow(self) -> None:
+        """Read the ledger to its end."""
+        for link in await self._reader.read_new():
+            self._history.add(link)
+            if isinstance(step := link.record.body, Step):
+                self._pacing = self._pacing.after(stale_share(step))
+        self._service.status.update(open_groups_max=self._pacing.open_groups_max)
+
     async def _wait_for_genesis(self) -> None:
         self._service.status.update(phase="waiting for the genesis")
         while self._history.genesis is None and not self._service.stop.is_set():
-            self._history.extend(await self._reader.read_new())
+            await self._follow()
             await asyncio.sleep(POLL_S)
         if self._history.genesis is not None:
             require_same_config(self._history.genesis, self._config)

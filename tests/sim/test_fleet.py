@@ -29,10 +29,12 @@ def test_where_lengths_are_independent_short_sessions_grow_old_and_long_ones_los
     assert in_vain(found, LONG) < in_vain(found, SHORT)
 
 
-def test_where_lengths_are_alike_within_a_group_long_sessions_are_overtaken() -> None:
-    found = fleet(max_lag=4, alike=1.0)
-    assert found["tokens_in_vain_by_turns"][LONG]["masked"] > 0.2
-    assert in_vain(found, SHORT) < 0.02
+def test_where_lengths_are_alike_within_a_group_long_sessions_are_overtaken_unless_pacing_heeds_it() -> None:
+    heedless, heeding = (fleet(max_lag=8, alike=1.0, stale_share_max=share) for share in (1.0, 0.05))
+    assert heedless["tokens_in_vain_by_turns"][LONG]["masked"] > 0.4
+    assert in_vain(heedless, SHORT) < 0.02
+    assert in_vain(heeding, LONG) < in_vain(heedless, LONG) / 2
+    assert heeding["trained_tokens_per_s"] > heedless["trained_tokens_per_s"]
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])

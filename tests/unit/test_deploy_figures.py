@@ -53,7 +53,8 @@ def step(n: int) -> Step:
     }
     return Step(
         version=Version(0, n), parent=Version(0, n - 1), consumed=[], drops=[], cursor=0, pool=[],
-        counters=Counters(), rng=b"", metrics=metrics, checkpoint=DIGEST, manifest=DIGEST, root=DIGEST,
+        counters=Counters(trained_tokens=90 * n, masked_tokens=10 * n), rng=b"", metrics=metrics,
+        checkpoint=DIGEST, manifest=DIGEST, root=DIGEST,
     )  # fmt: skip
 
 
@@ -135,6 +136,7 @@ def test_figures_say_what_the_streams_say() -> None:
     assert found["learned"] == {"tested_before_submit": [0.3333, 1.0], "repaired_after_failed_test": [0.5, 1.0]}
     assert found["reward_curve"] == [0.1, 0.2]
     assert found["staleness_hist"] == {"0": 600, "1": 200}
+    assert found["masked_share"] == 0.1
     assert found["lag0"] == {
         "tokens": 300, "after_swap_tokens": 20, "max_abs_dlogprob": 0.25, "bitwise_equal_fraction": 0.833333,
     }  # fmt: skip

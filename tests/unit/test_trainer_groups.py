@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.schemas.config import Config, parse_config
 from headway.schemas.errors import PromiseViolated
 from headway.schemas.ids import train_rollout_id
 from headway.schemas.ledger import DropReason
 from headway.schemas.version import Version
 from headway.trainer.groups import Decided, Lineage, Pool, parse_train_id
-from headway.trainer.pacing import Pacing
 
 
 def fresh(_: int) -> DropReason | None:
@@ -143,31 +141,3 @@ def test_versions_of_an_abandoned_line_are_no_ancestors() -> None:
     assert not again.is_ancestor(Version(1, 5))
     assert not again.is_ancestor(Version(0, 4))
     assert again.is_ancestor(Version(0, 3))
-
-
-def pacing(**values: int) -> Pacing:
-    base = {"groups_per_step": 8, "samples_per_group": 4, "max_lag": 2, "swap_slack": 1, "steps": 10}
-    return Pacing(**{**base, "max_in_flight": 100, **values})
-
-
-def test_the_window_is_the_lag_bound_and_the_run_never_issues_more_than_it_trains() -> None:
-    paced = pacing()
-    assert paced.groups_allowed(n=0, void_groups=0) == 16
-    assert paced.groups_allowed(n=3, void_groups=5) == 45
-    assert paced.groups_allowed(n=10, void_groups=5) == 85
-    assert paced.may_issue(groups_issued=15, n=0, void_groups=0, in_flight=99)
-    assert not paced.may_issue(groups_issued=15, n=0, void_groups=0, in_flight=100)
-    assert not paced.may_issue(groups_issued=16, n=0, void_groups=0, in_flight=0)
-
-
-@given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 9))
-def test_a_batch_can_always_be_issued_so_that_pacing_cannot_deadlock(max_lag: int, slack: int, size: int) -> None:
-    paced = pacing(max_lag=max_lag, swap_slack=min(slack, max_lag), groups_per_step=size)
-    for n in range(10):
-        assert paced.groups_allowed(n, 0) >= (n + 1) * size
-
-
-def test_the_configured_pacing_is_the_one_used() -> None:
-    config = parse_config("[staleness]\nmax_lag = 3\n[grpo]\ngroups_per_step = 2", "x")
-    assert Pacing.of(config).groups_allowed(0, 0) == 6
-    assert Pacing.of(Config()).steps == Config().run.steps

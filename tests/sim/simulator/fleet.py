@@ -27,7 +27,7 @@ from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
 from headway.trainer.batching import span_lags
 from headway.trainer.groups import Decided, Lineage, Pool
-from headway.trainer.pacing import Pacing
+from headway.trainer.pacing import Pacing, too_old_share
 from headway.trainer.staleness import Staleness
 from simulator.tally import Done, Length, Session, Tally, length_class, summary
 
@@ -48,6 +48,7 @@ class Setting:
     min_graded: int = 12
     max_lag: int = 4
     swap_slack: int = 1
+    stale_share_max: float = 0.05
     drop: bool = False
     turns_max: int = 50
     turns_median: float = 12.0
@@ -85,6 +86,7 @@ class Fleet:
             max_lag=setting.max_lag,
             swap_slack=setting.swap_slack,
             steps=setting.steps,
+            stale_share_max=setting.stale_share_max,
             max_in_flight=setting.max_in_flight or 2 * setting.agents * setting.sessions_per_agent,
         )
         self.stale = Staleness(max_lag=setting.max_lag, drop=setting.drop)
@@ -234,10 +236,12 @@ class Fleet:
         return self.stale.reason(SimpleNamespace(trajectory=done), self.lineage)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        if self.training or len(self.pool.closed) < self.at.groups_per_step:
+        stuck = self.groups == len(self.pool.settled) + len(self.pool.closed)
+        if self.training or (len(self.pool.closed) < self.at.groups_per_step and not stuck):
             return
         batch = self.pool.plan(self.at.groups_per_step, self._reason)
-        if len(batch.groups) < self.at.groups_per_step and len(batch.void_groups) < self.at.groups_per_step:
+        due = len(batch.void_groups) >= (1 if stuck else self.at.groups_per_step)
+        if len(batch.groups) < self.at.groups_per_step and not due:
             return
         if self.measured:
             self.tally.idle_s += self.now - max(self.free_since, self.at.warm_up_hours * 3600)
@@ -254,10 +258,14 @@ class Fleet:
             self.free_since = self.now
             self._schedule()
             return
+        masked = trained = 0
         for decided in batch.rollouts():
             assert decided.payload is not None
             self._end(decided.payload, "trained")
-            self._count_tokens(decided.payload)
+            old, young = self._count_tokens(decided.payload)
+            masked, trained = masked + old, trained + young
+        stale, fresh = sum(drop.reason == "stale" for drop in batch.drops), sum(1 for _ in batch.rollouts())
+        self.pacing = self.pacing.after(too_old_share((masked, trained), (stale, fresh)))
         self.training = True
         self.after(self.at.step_s + self.at.commit_s, self._commit)
 
@@ -281,15 +289,19 @@ class Fleet:
             self.tally.by_length[length_class(done.session), how] += 1
             self.tally.by_region[done.session.region, how] += 1
 
-    def _count_tokens(self, done: Done) -> None:
+    def _count_tokens(self, done: Done) -> tuple[int, int]:
+        """How many of its tokens are masked, and how many trained."""
+        masked = 0
         for span, lag in zip(done.spans, self._lags(done), strict=True):
             size = span.end - span.start
             if lag > self.at.max_lag:
+                masked += size
                 self._waste("masked", size, done.session)
             elif self.measured:
                 self.tally.lag_tokens[lag] += size
                 self.tally.trained_tokens += size
                 self.tally.tokens_by_length[length_class(done.session), "trained"] += size
+        return masked, done.session.length.tokens - masked
 
     def _waste(self, why: str, tokens: int, ended: Session | None = None) -> None:
         """`ended`: whose they were, if it will not be tried again."""
@@ -314,12 +326,14 @@ def main() -> None:
     )
     parser.add_argument("--min-graded", type=int, default=usual.min_graded)
     parser.add_argument("--groups", type=int, default=usual.groups_per_step, help="a step")
+    parser.add_argument("--stale-share-max", type=float, default=usual.stale_share_max, help="1: never slower")
     parser.add_argument("--drop", action="store_true", help="stale_policy = drop")
     parser.add_argument("--seed", type=int, default=usual.seed)
     args = parser.parse_args()
     setting = replace(
         usual, agents=args.agents, hours=args.hours, max_lag=args.max_lag, alike=args.alike, min_graded=args.min_graded,
-        groups_per_step=args.groups, drop=args.drop, seed=args.seed,
+        groups_per_step=args.groups, stale_share_max=args.stale_share_max, drop=args.drop,
+        seed=args.seed,
     )  # fmt: skip
     found = summary(setting, Fleet(setting).run())
     print(json.dumps({"name": "fleet", "agents": args.agents, "max_lag": args.max_lag, "figures": found}, indent=1))

@@ -65,6 +65,8 @@ class Oracle:
     void_groups: int = 0
     line_groups: dict[Version, int] = field(default_factory=lambda: {Version(0, 0): 0})
     trained_groups: int = 0
+    held_back: float = 0.0
+    """Groups that may not be issued ahead, because steps found too much of what they took in too old."""
     drains: Counter[str] = field(default_factory=Counter)
 
     def on_stored(self, stream: str, seq: int, stored: Stored) -> None:
@@ -104,7 +106,8 @@ class Oracle:
 
     def _groups_allowed(self) -> int:
         grpo, staleness = self.config.grpo, self.config.staleness
-        ahead = (self.head.n + 1 + staleness.max_lag - staleness.swap_slack) * grpo.groups_per_step
+        widest = (self.head.n + 1 + staleness.max_lag - staleness.swap_slack) * grpo.groups_per_step
+        ahead = widest - round(self.held_back)
         most = self.config.run.steps * grpo.groups_per_step
         return min(ahead, most) + self.void_groups + self.trained_groups - self.line_groups[self.head]
 
@@ -149,7 +152,7 @@ class Oracle:
         expected = Version(self.head.epoch, self.head.n + 1)
         self.require((step.version, step.parent) == (expected, self.head), "P3", f"{step.version} after {self.head}")
         self._durable(step)
-        fresh = 0
+        fresh = sampled = 0
         for one in step.consumed:
             attempt = self.first.get(one.rollout_id)
             self.require(attempt is not None and attempt.outcome == "ok", "P2", f"{one.rollout_id} trained on what?")
@@ -157,12 +160,14 @@ class Oracle:
             self.require(attempt.reward == one.reward, "P11", f"{one.rollout_id} trained with reward {one.reward}")
             kept = sum(span.end - span.start for span in attempt.spans if self._lag(span.version) is not None)
             self.require(kept, "P5", f"every token of {one.rollout_id} is too old")
+            whole = sum(span.end - span.start for span in attempt.spans)
             if self.config.staleness.stale_policy == "drop":
-                whole = sum(span.end - span.start for span in attempt.spans)
                 self.require(kept == whole, "P5", f"{one.rollout_id} has stale tokens and is trained, not dropped")
-            fresh += kept
+            fresh, sampled = fresh + kept, sampled + whole
         found = step.metrics["trained_tokens"]
         self.require(found == fresh, "P5", f"{step.version} trains {found:g} tokens, {fresh} are within max_lag")
+        stale = [drop for drop in step.drops if drop.reason == "stale"]
+        self._hold_back(fresh / sampled * len(step.consumed) / (len(step.consumed) + len(stale)))
         groups = {int(one.rollout_id[1:8]) for one in step.consumed}
         self.require(len(groups) == self.config.grpo.groups_per_step, "P8", f"a step of {len(groups)} groups")
         self._settle([one.rollout_id for one in step.consumed], step.drops, step)
@@ -171,6 +176,13 @@ class Oracle:
         self._bind(step.version, step.manifest, step.root)
         self.checkpoints[step.version] = step.checkpoint
         self.head = step.version
+
+    def _hold_back(self, fresh_share: float) -> None:
+        """A step that finds everything too old takes half a batch off what is issued ahead; one batch always may be."""
+        staleness, size = self.config.staleness, self.config.grpo.groups_per_step
+        most = (staleness.max_lag - staleness.swap_slack) * size
+        excess = 1 - fresh_share - staleness.stale_share_max
+        self.held_back = min(max(self.held_back + 0.5 * size * excess, 0.0), most)
 
     def _settle(self, consumed: list[str], drops: list[Any], record: Step | Drops) -> None:
         seqs = {drop.rollout_id: drop.seq for drop in drops}

@@ -84,6 +84,7 @@ def summary(setting: Setting, tally: Tally) -> dict[str, Any]:
     return {
         "steps": tally.steps,
         "seconds_per_step": round(seconds / max(tally.steps, 1), 1),
+        "trained_tokens_per_s": round(tokens / seconds, 1),
         "trainer_idle_share": round(tally.idle_s / seconds, 3),
         "tokens_by_lag": {str(lag): round(n / max(tokens, 1), 4) for lag, n in sorted(tally.lag_tokens.items())},
         "wasted_share_by_reason": {why: round(n / max(everything, 1), 5) for why, n in sorted(tally.wasted.items())},
