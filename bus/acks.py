@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
+
+from headway.bus.client import LeanClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sent:
 class AckWindow:
     """The publishes of one connection that wait for their stream's acknowledgement."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: LeanClient) -> None:
         self._client = client
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._inbox = ""
@@ -39,7 +39,7 @@ class AckWindow:
         """Send without waiting; what keeps it from being sent, or answered in time, is for `stored` to say."""
         if not self._inbox:
             self._inbox = self._client.new_inbox()
-            await self._client.subscribe(f"{self._inbox}.*", cb=self._take)
+            await self._client.listen(f"{self._inbox}.*", self._take)
         self._published += 1
         loop = asyncio.get_running_loop()
         sent = Sent(f"{self._inbox}.{self._published}", loop.time() + timeout_s, loop.create_future())
@@ -78,14 +78,14 @@ class AckWindow:
         if not sent.seq.cancel() and not sent.seq.cancelled():
             sent.seq.exception()  # seen, or asyncio would complain
 
-    async def _take(self, message: Msg) -> None:
-        seq = self._waiting.pop(message.subject, None)
+    def _take(self, subject: str, headers: dict[str, str], body: bytes) -> None:
+        seq = self._waiting.pop(subject, None)
         if seq is None or seq.done():
             return
-        if (message.headers or {}).get("Status") == "503":
+        if headers.get("Status") == "503":
             seq.set_exception(NoStreamResponseError())
             return
-        found = json.loads(message.data.decode())
+        found = json.loads(body)
         try:
             if "error" in found:
                 raise APIError.from_error(found["error"])  # which raises by itself

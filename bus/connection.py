@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -49,6 +50,8 @@ PUBLISH_S_MAX = 60.0
 RETRY_S = 0.25
 ACKS_WAITED_MAX = 512
 """Acknowledgements under way of one `publish_all`: at most 32 MiB of bodies."""
+CLAIMS_AT_ONCE = 8
+"""Bodies on their way into the object store of one `publish_all`."""
 REASONS_MAX = 4
 DEAD_BODY_BYTES_MAX = 32 << 10
 WRONG_LAST_SEQUENCE = 10071
@@ -183,12 +186,12 @@ class Bus:
         Raises what `publish` raises; then some are stored and some are not.
         """
         due, seqs = iter(messages), list[int]()
+        ready: deque[tuple[str, str, Envelope]] = deque()
         waiting: deque[tuple[str, str, Envelope, Sent]] = deque()
         try:
             while True:
-                while len(waiting) < ACKS_WAITED_MAX and (one := next(due, None)) is not None:
-                    subject, kind = one[0], one[1].KIND
-                    envelope = await self._claim_check(Envelope.seal(one[1]))
+                while len(waiting) < ACKS_WAITED_MAX and (ready or (ready := await self._sealed(due))):
+                    subject, kind, envelope = ready.popleft()
                     failpoint(f"publish.{kind}.before")
                     sent = await self._acks.send(subject, envelope.body, envelope.headers, ACK_S_MAX)
                     waiting.append((subject, kind, envelope, sent))
@@ -204,6 +207,17 @@ class Bus:
         finally:
             for *_, sent in waiting:
                 self._acks.forget(sent)
+
+    async def _sealed(self, due: Iterator[tuple[str, Message]]) -> deque[tuple[str, str, Envelope]]:
+        """(subject, kind, envelope) of the next few; their large bodies go to the store together."""
+        few = list(itertools.islice(due, CLAIMS_AT_ONCE))
+        envelopes = [Envelope.seal(message) for _, message in few]
+        if any(len(envelope.body) > INLINE_BYTES_MAX for envelope in envelopes):
+            stored = await asyncio.gather(*map(self._claim_check, envelopes), return_exceptions=True)
+            if failed := next((one for one in stored if isinstance(one, BaseException)), None):
+                raise failed
+            envelopes = [one for one in stored if isinstance(one, Envelope)]
+        return deque((one[0], one[1].KIND, envelope) for one, envelope in zip(few, envelopes, strict=True))
 
     async def _store(self, subject: str, kind: str, envelope: Envelope, deadline_s: float) -> int:
         """Publish until the stream acknowledges or refuses; see `publish`."""

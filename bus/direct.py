@@ -15,13 +15,12 @@ from datetime import datetime
 from typing import Self
 
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from headway.bus.client import LeanClient
 from headway.schemas.errors import UnavailableError
 
-BATCH_MESSAGES = 256
+BATCH_MESSAGES = 1024
 BATCH_BYTES = 8 << 20
 REPLY_S_MAX = 5.0
 
@@ -38,13 +37,13 @@ class StoredMessage:
     """When the server stored it, in Unix seconds; 0.0 where the reader did not learn it."""
 
 
-async def get_batch(client: Client, stream: str, start_seq: int, filter_subject: str) -> list[StoredMessage]:
+async def get_batch(client: LeanClient, stream: str, start_seq: int, filter_subject: str) -> list[StoredMessage]:
     """Messages from `start_seq` on, in order; empty when there are none yet. Raises UnavailableError."""
     return await (await _Batch.ask(client, stream, start_seq, filter_subject)).whole()
 
 
 async def get_batches(
-    client: Client, stream: str, start_seq: int, filter_subject: str
+    client: LeanClient, stream: str, start_seq: int, filter_subject: str
 ) -> AsyncGenerator[list[StoredMessage], None]:
     """Batches from `start_seq` up to the present end. While one is handed out the next is under way: two in memory.
 
@@ -59,7 +58,7 @@ async def get_batches(
         await asked.close()
 
 
-async def get_one(client: Client, stream: str, seq: int) -> StoredMessage | None:
+async def get_one(client: LeanClient, stream: str, seq: int) -> StoredMessage | None:
     """The message at exactly `seq`, None when the stream no longer has it. Raises UnavailableError."""
     found = await (await _Batch.ask(client, stream, seq, ">", messages=1)).whole()
     return next((message for message in found if message.seq == seq), None)
@@ -75,7 +74,7 @@ class _Batch:
 
     @classmethod
     async def ask(
-        cls, client: Client, stream: str, start_seq: int, filter_subject: str, messages: int = BATCH_MESSAGES
+        cls, client: LeanClient, stream: str, start_seq: int, filter_subject: str, messages: int = BATCH_MESSAGES
     ) -> Self:
         """Raises UnavailableError."""
         batch, inbox = cls(f"{stream} from {start_seq}"), client.new_inbox()
@@ -86,7 +85,7 @@ class _Batch:
             "max_bytes": BATCH_BYTES,
         }
         try:
-            batch._subscription = await client.subscribe(inbox, cb=batch.take)
+            batch._subscription = await client.listen(inbox, batch.take)
             await client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
         except (nats.errors.Error, OSError) as error:
             await batch.close()
@@ -103,12 +102,12 @@ class _Batch:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
 
-    async def take(self, message: Msg) -> None:
-        status = _status(message)
+    def take(self, _: str, headers: dict[str, str], body: bytes) -> None:
+        status = _status(headers)
         if self._end.done():
             return
         if status is None:
-            self._found.append(_stored(message))
+            self._found.append(_stored(headers, body))
         elif status in ("204", "404"):
             self._end.set_result(None)
         else:
@@ -132,18 +131,17 @@ class _Batch:
             await self.close()
 
 
-def _status(message: Msg) -> str | None:
+def _status(headers: dict[str, str]) -> str | None:
     """What the server says instead of a stored message. To that it adds a sequence, whatever its publisher added."""
-    headers = message.headers or {}
     return None if "Nats-Sequence" in headers else headers.get("Status", "unknown")
 
 
-def _stored(message: Msg) -> StoredMessage:
-    headers = message.headers or {}
+def _stored(headers: dict[str, str], body: bytes) -> StoredMessage:
+    """`headers` loses those that direct get added."""
     subject, seq, stored_at = (headers.pop(name) for name in _DIRECT_HEADERS)
     for name in _DIRECT_COUNTS:
         headers.pop(name, None)
-    return StoredMessage(subject, int(seq), headers, message.data, datetime.fromisoformat(stored_at).timestamp())
+    return StoredMessage(subject, int(seq), headers, body, datetime.fromisoformat(stored_at).timestamp())
 
 
 _DIRECT_HEADERS = ("Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp")

@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
+from pydantic import StringConstraints
 
 from headway.schemas.errors import WireError
 
@@ -27,14 +27,8 @@ def check_id(value: str) -> str:
     return value
 
 
-def _pydantic_id(value: str) -> str:
-    if not ID_PATTERN.fullmatch(value):
-        raise ValueError("not an id: 1 to 64 of letters, digits, '_' and '-'")
-    return value
-
-
-Id = Annotated[str, AfterValidator(_pydantic_id)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Id = Annotated[str, StringConstraints(pattern=f"^{ID_PATTERN.pattern}$")]
+Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN.pattern}$")]
 
 
 def train_rollout_id(group: int, sample: int) -> str:

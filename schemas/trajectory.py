@@ -99,9 +99,9 @@ class Trajectory(Model):
             if mask[0] or (mask > 1).any():
                 raise ValueError("loss_mask is 0 or 1 and the first token is never sampled")
             raise ValueError("the version spans do not cover exactly the sampled tokens")
-        if self.token_ids.min() < 0:
+        if np.minimum.reduce(self.token_ids) < 0:
             raise ValueError("negative token id")
-        if logprobs.max() > 0 or np.logical_and(logprobs, mask == 0).any():
+        if np.maximum.reduce(logprobs) > 0 or np.count_nonzero(logprobs[mask == 0]):
             raise ValueError("a log-probability is at most 0, and 0 where the mask is 0")
         self._check_routes(tokens)
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import PlainSerializer, PlainValidator
 
 VERSION_MAX = 1 << 40
 VERSIONS_CACHED = 256
@@ -44,4 +44,4 @@ def _coerce(value: Any) -> Version:
     raise ValueError("a version is text such as 0.12")
 
 
-VersionField = Annotated[Version, BeforeValidator(_coerce), PlainSerializer(str, return_type=str)]
+VersionField = Annotated[Version, PlainValidator(_coerce), PlainSerializer(str, return_type=str)]

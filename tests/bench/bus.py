@@ -7,7 +7,8 @@ same bytes on the wire; "no headers" is plain nats-py without them. Publishing: 
 `publish_async`; consuming: `read_all` and `Bus.open` against `fetch` and `ack` of the same messages. Above 64 KiB a
 body goes through the object store on our side and through the server on the other. Besides: a hand-written ack
 window, two outstanding pulls, and what each check of a message costs.
-Ratios are medians over the rounds, of wall time and of the CPU time of this process and the server together.
+Ratios are medians over the rounds, of wall time and of the CPU time of this process and the server together; the
+targets are of CPU time.
 The last line is JSON: name, figures, targets.
 """
 
@@ -17,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import statistics
 import subprocess
@@ -53,8 +53,8 @@ WINDOW = 512
 FETCH = 256
 PULL = 64
 TARGET = 0.8
+TOUCHED_MIB = 512
 SUBJECT = "rl.bench.rollout.west.raw"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 Plain = tuple[dict[str, Any], dict[str, str] | None]
 """What somebody without schemas packs, and the headers to send it with."""
 
@@ -125,11 +125,10 @@ async def window_publish(client: Client, messages: list[Plain]) -> None:
     await subscription.unsubscribe()
 
 
-async def typed_consume(bus: Bus, first: int, count: int) -> None:
-    async for stored in read_all(bus, "ROLLOUTS", first):
+async def typed_consume(bus: Bus, first: int) -> None:
+    """What `typed_publish` left from `first` on, up to the end, and nothing that others published behind it."""
+    async for stored in read_all(bus, "ROLLOUTS", first, filter_subject=bus.subjects.rollout("east", "one")):
         await bus.open(Rollout, stored)
-        if stored.seq == first + count - 1:
-            return
 
 
 def consumer(first: int) -> ConsumerConfig:
@@ -187,8 +186,9 @@ class Bench:
         self.stream = bus.subjects.stream("ROLLOUTS")
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return time.process_time() + (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        """Of this process and the server, which has threads; the kernel counts each in nanoseconds."""
+        threads = Path(f"/proc/{self._pid}/task").glob("*/schedstat")
+        return time.process_time() + sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     async def _cost(self, act: Awaitable[None]) -> tuple[float, float]:
         """Wall and CPU seconds."""
@@ -216,7 +216,7 @@ class Bench:
             at[name] = await self._last() + 1
             cost[name] = await self._cost(act())
         ours, theirs, bare_at = at["typed publish"], at["publish_async"], at["publish_async, no headers"]
-        cost["typed consume"] = await self._cost(typed_consume(bus, ours, count))
+        cost["typed consume"] = await self._cost(typed_consume(bus, ours))
         cost["fetch + ack"] = await self._cost(raw_consume(client, self.stream, theirs, count))
         cost["fetch + ack, no headers"] = await self._cost(raw_consume(client, self.stream, bare_at, count))
         cost["two pulls"] = await self._cost(two_pulls(client, self.stream, theirs, count))
@@ -224,9 +224,20 @@ class Bench:
         return cost
 
 
+def touch_pages(folder: Path) -> None:
+    """Leave the kernel free pages that were in use before: the host of a virtual machine gives a page when it is first
+    touched, which takes ten times as long as writing it, and only the stream's pages are freed and used again here."""
+    path = folder / "touched"
+    with path.open("wb") as file:
+        for _ in range(TOUCHED_MIB):
+            file.write(bytes(1 << 20))
+    path.unlink()
+
+
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[Bench]:
     with tempfile.TemporaryDirectory() as name:
+        touch_pages(Path(name))
         settings = ServerSettings(folder=Path(name) / "nats", port=free_port(), token="t")
         server = subprocess.Popen(settings.command(), stdin=subprocess.DEVNULL)  # noqa: ASYNC220
         try:
@@ -281,7 +292,7 @@ async def run(rounds: int, mib: int) -> tuple[dict[str, float], dict[str, list[A
                     figures |= {f"{key}_per_s": round(rate), f"{key}_ratio": round(of_base, 3)}
                     figures[f"{key}_cpu_ratio"] = round(cpu, 3)
                     if what == ours:
-                        targets[f"{key}_ratio"] = [round(of_base, 3), ">=", TARGET, of_base >= TARGET]
+                        targets[f"{key}_cpu_ratio"] = [round(cpu, 3), ">=", TARGET, cpu >= TARGET]
     for size in SIZES:
         cost = checks(size)
         print(f"{size // 1000:>5} KB  " + "  ".join(f"{name} {us:.1f}" for name, us in cost.items()) + "  µs")

@@ -126,6 +126,28 @@ async def test_many_are_published_although_the_server_dies_meanwhile(bus: Bus, n
     assert sorted(await publishing) == list(range(1, 21))
 
 
+async def test_many_bodies_go_through_the_store_together_and_arrive_in_order(bus: Bus, monkeypatch) -> None:
+    subject, big = bus.subjects.rollout("east", "a"), make_rollout(40_000)
+    many = [big if n % 3 else make_rollout(40) for n in range(20)]
+    under_way, put = [0], bus.store.put
+
+    async def counted(key: str, data: bytes) -> None:
+        under_way.append(under_way[-1] + 1)
+        await put(key, data)
+        under_way.append(under_way[-1] - 1)
+
+    monkeypatch.setattr(bus.store, "put", counted)
+    made = [(subject, one.model_copy(update={"attempt": f"a{n}"})) for n, one in enumerate(many)]
+    assert await bus.publish_all(made) == list(range(1, 21))
+    assert 1 < max(under_way) <= connection.CLAIMS_AT_ONCE
+    assert [(await bus.open(Rollout, one)).attempt async for one in read_all(bus, "ROLLOUTS")] == [
+        f"a{n}" for n in range(20)
+    ]
+    monkeypatch.setattr(bus, "store", None)
+    with pytest.raises(UnavailableError, match="object store"):
+        await bus.publish_all([(subject, big)])
+
+
 async def test_a_stream_that_is_full_ends_the_publishing_of_many(bus: Bus) -> None:
     config = (await bus.js.stream_info(bus.subjects.stream("TASKS"))).config
     await bus.js.update_stream(config.evolve(max_msgs=10))

@@ -58,14 +58,14 @@ def test_messages_come_back_in_order_over_many_blocks_and_sessions(tmp_path: Pat
 
 
 def test_a_batch_is_bounded_in_messages_and_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "many", range(1, 1000))
+    write(tmp_path / "many", range(1, 2 * layout.BATCH_MESSAGES))
     write(tmp_path / "big", range(1, 40), size_bytes=900_000)
     for name in ("many", "big"):
         with Recording(tmp_path / name) as recording:
             batch = recording.batch("ROLLOUTS", 1)
             assert len(batch) <= layout.BATCH_MESSAGES
             assert sum(len(one.body) for one in batch) <= layout.BATCH_BYTES
-        assert len(seqs_of(tmp_path / name)) == (999 if name == "many" else 39)
+        assert len(seqs_of(tmp_path / name)) == (2 * layout.BATCH_MESSAGES - 1 if name == "many" else 39)
 
 
 def test_what_a_killed_writer_left_is_never_read_and_then_cut_off(tmp_path: Path) -> None:
@@ -153,16 +153,16 @@ def test_other_files_options_and_a_second_writer_are_refused(tmp_path: Path) -> 
 async def test_a_recorded_bus_filters_subjects_and_publishes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with RecordingWriter(path, ABOUT) as writer:
-        for seq in range(1, 801):
-            writer.add("EVENTS", message(seq, subject=f"rl.r.{'dead' if seq % 400 == 0 else 'event'}.x"))
+        for seq in range(1, 4001):
+            writer.add("EVENTS", message(seq, subject=f"rl.r.{'dead' if seq % 2000 == 0 else 'event'}.x"))
         writer.commit(whole=True)
     with Recording(path) as recording:
         bus = RecordedBus(recording)
-        assert [m.seq for m in await bus.read_batch("EVENTS", 2, "rl.r.dead.>")] == [400]
-        assert [m.seq for m in await bus.read_batch("EVENTS", 401, "rl.r.dead.>")] == [800]
+        assert [m.seq for m in await bus.read_batch("EVENTS", 2, "rl.r.dead.>")] == [2000]
+        assert [m.seq for m in await bus.read_batch("EVENTS", 2001, "rl.r.dead.>")] == [4000]
         last = await bus.last("EVENTS", "rl.r.event.x")
         assert last is not None
-        assert last.seq == 799
+        assert last.seq == 3999
         assert await bus.last("TASKS") is None
         with pytest.raises(UnavailableError, match="can only be read"):
             await bus.publish("rl.r.event.x", None)

@@ -81,6 +81,12 @@ class Client:
             self.server.subscriptions.append(subscription)
         return subscription
 
+    async def listen(self, subject: str, take: Callable[[str, dict[str, str], bytes], None]) -> Subscription:
+        async def hand(message: Msg) -> None:
+            take(message.subject, dict(message.headers or {}), message.data)
+
+        return await self.subscribe(subject, cb=hand)
+
     def drop(self, subscription: Subscription) -> None:
         self._mine.remove(subscription)
         if subscription in self.server.subscriptions:
