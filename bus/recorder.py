@@ -209,7 +209,9 @@ class Recorder:
                 yield whole[at : at + PART_BYTES]
             return
         for at in range(0, size_bytes, PART_BYTES):
-            yield await store.get_range(key, at, min(at + PART_BYTES, size_bytes))
+            if not (part := await store.get_range(key, at, min(at + PART_BYTES, size_bytes))):
+                return  # whoever named its size was wrong
+            yield part
 
     async def _take(self, suffix: str, stored: StoredMessage) -> None:
         if suffix != "LEDGER" and not self._admits(suffix, stored):

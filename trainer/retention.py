@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from headway.bus.blobs import MissingBlob
 from headway.bus.connection import Bus
 from headway.schemas.config import Config
 from headway.schemas.errors import FencedOut, PromiseViolated, WireError
@@ -71,6 +72,8 @@ async def leases_of(bus: Bus) -> list[Lease]:
     async for key, _ in bus.store.list(f"{bus.run}/leases/"):
         try:
             found.append(unpack(Lease, await bus.store.get(key)))
+        except MissingBlob:
+            continue  # given back meanwhile
         except WireError as error:
             raise PromiseViolated(
                 f"the lease {key} cannot be read",

@@ -78,7 +78,7 @@ class Relay:
         return web.json_response({"status": "ok"})
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(_given(request), f"Bearer {self._token}".encode()):
             return self._refuse(401, "the relay's token is due")
         name = request.match_info["key"].removeprefix(self._prefix)
         if f"{self._prefix}{name}" != request.match_info["key"] or not NAME.fullmatch(name):
@@ -138,6 +138,11 @@ class Relay:
             return error
         log.info("object_relayed", name=name, size_bytes=len(data), held_bytes=self._shelf.held_bytes)
         return None
+
+
+def _given(request: web.Request) -> bytes:
+    """The bytes of the header, which need be no text."""
+    return request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
 
 
 class _Lent(web.FileResponse):

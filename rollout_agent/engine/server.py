@@ -86,7 +86,7 @@ class EngineServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         open_to_all = request.path in ("/health", "/ready")
         if self._key and not open_to_all and not hmac.compare_digest(given, b"Bearer " + self._key):
             return web.json_response({"error": {"message": "a Bearer key is due"}}, status=401)

@@ -219,3 +219,20 @@ async def test_a_listing_of_a_store_that_is_away_says_so_as_every_other_call() -
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/bucket"
         with pytest.raises(UnavailableError, match=r"^list r/sessions failed 1 time; why: .*try: "):
             _ = [key async for key, _ in ObstoreBlobs.open(address).list("r/sessions")]
+
+
+@pytest.mark.parametrize("left", [0, 5])
+@pytest.mark.parametrize("url", ["memory://", "store"])
+async def test_a_body_that_was_torn_ends_its_rollout_and_not_who_reads_it(
+    bus: Bus, tmp_path: Path, url: str, left: int
+) -> None:
+    digest = "ab" * 32
+    bus.store = ObstoreBlobs.open(url if ":" in url else str(tmp_path / url))
+    await bus.store.put(f"test/blobs/{digest}", b"x" * left)
+    claim = {"key": f"test/blobs/{digest}", "sha256": digest, "size_bytes": 100_000}
+    headers = {H_CLAIM: "1", "Headway-Kind": "rollout", H_SCHEMA: "1", H_DIGEST: digest}
+    await bus.js.publish(bus.subjects.rollout("east", "x"), msgpack.packb(claim), headers=headers)
+    [stored] = await read_batch(bus, "ROLLOUTS", 1)
+    with pytest.raises(WireError) as caught:
+        await bus.open(Rollout, stored)
+    assert caught.value.reason == "digest_mismatch"

@@ -12,6 +12,7 @@ from headway.bus import recording as layout
 from headway.bus.blobs import ObstoreBlobs
 from headway.bus.direct import StoredMessage
 from headway.bus.recorded import RecordedBus, matches
+from headway.bus.recorder import Recorder, Selection
 from headway.bus.recording import PART_BYTES, Recording
 from headway.bus.recording_writer import RecordingWriter
 from headway.bus.replayer import Replayer
@@ -236,3 +237,15 @@ async def test_objects_of_other_runs_are_not_put_into_a_store_that_may_hold_thos
         replayer = Replayer(recording=recording, bus=RecordedBus(recording))
         await replayer.prepare(store, SimpleNamespace(streams=list))  # type: ignore[arg-type]
     assert [key async for key, _ in store.list("")] == ["r/ckpt/x"]
+
+
+async def test_an_object_is_recorded_as_far_as_it_goes_whatever_size_was_claimed(tmp_path: Path) -> None:
+    path, store = tmp_path / "file", ObstoreBlobs.open("memory://")
+    await store.put("r/blobs/x", bytes(PART_BYTES))
+    with RecordingWriter(path, ABOUT) as writer:
+        bus = SimpleNamespace(run="r", store=store)
+        recorder = Recorder(bus=bus, writer=writer, selection=Selection())  # type: ignore[arg-type]
+        assert await recorder._take_object("r/blobs/x", 3 * PART_BYTES)
+        writer.commit(whole=True)
+    with Recording(path) as recording:
+        assert recording.object("r/blobs/x") == bytes(PART_BYTES)

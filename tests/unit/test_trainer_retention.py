@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from headway.bus.blobs import MissingBlob, ObstoreBlobs
 from headway.schemas.config import Config, parse_config
@@ -15,9 +17,10 @@ from headway.schemas.manifest import Manifest, ShardRef, root_of, seal_manifest
 from headway.schemas.signing import public_key
 from headway.schemas.subjects import Keys
 from headway.schemas.version import Version
+from headway.schemas.wire import pack
 from headway.trainer.groups import Lineage
 from headway.trainer.history import History
-from headway.trainer.retention import kept
+from headway.trainer.retention import kept, leases_of
 from headway.trainer.sweeper import Marks, Serving
 from headway.weight_sync.chain import Chain
 
@@ -252,3 +255,17 @@ async def test_a_version_needs_what_lies_between_it_and_an_anchor(tmp_path: Path
     assert await manifests(7) == [4, 5, 6, 7]  # read once: manifests never change
     with pytest.raises(MissingBlob):
         await Chain(store, KEYS, public_key(KEY)).needed([digests[7]])
+
+
+async def test_a_lease_that_is_given_back_between_two_looks_holds_nothing() -> None:
+    class Store(ObstoreBlobs):
+        async def get(self, key: str) -> bytes:
+            if key.endswith("/given"):
+                await self.delete(key)
+            return await super().get(key)
+
+    store = Store(MemoryStore())
+    for name in ("given", "held"):
+        await store.put(f"r/leases/{name}", pack(Lease(holder=name)))
+    bus = SimpleNamespace(run="r", store=store)
+    assert [lease.holder for lease in await leases_of(bus)] == ["held"]  # type: ignore[arg-type]

@@ -356,3 +356,13 @@ async def test_no_more_ranges_are_in_flight_than_the_limit_says():
     again = getter.get(key_of(data), lambda found: found, size_bytes=len(data))
     assert await asyncio.gather(get, again) == [data, data]
     assert most == 3
+
+
+async def test_a_token_that_is_no_text_is_a_wrong_one(tmp_path):
+    async with relaying(tmp_path, Origin(data := blob(1))) as (_, client):
+        host, _, port = client._url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /%s HTTP/1.0\r\nAuthorization: Bearer \xff\r\n\r\n" % key_of(data).encode())
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
