@@ -8,6 +8,7 @@ last message that is there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import operator
 import re
@@ -49,8 +50,10 @@ def until(text: str) -> Stop:
         def at_step(stream: str, message: StoredMessage) -> bool:
             if stream != "LEDGER" or message.headers.get("Headway-Record") != "step":
                 return False
-            version = Version.parse(message.headers.get(H_VERSION, ""))
-            return version.n == n and epoch in (None, str(version.epoch))
+            with contextlib.suppress(ValueError):  # whoever recorded it may have written anything
+                version = Version.parse(message.headers.get(H_VERSION, ""))
+                return version.n == n and epoch in (None, str(version.epoch))
+            return False
 
         return at_step
     if (match := re.fullmatch(r"seq=(?:([A-Z]+):)?(\d+)", text)) and (match[1] or "ROLLOUTS") in STREAM_SUFFIXES:
@@ -60,8 +63,9 @@ def until(text: str) -> Stop:
         compare, bound = COMPARE[match[1]], float(match[2])
 
         def at_reward(stream: str, message: StoredMessage) -> bool:
-            reward = message.headers.get(H_REWARD)
-            return stream == "ROLLOUTS" and reward is not None and bool(compare(float(reward), bound))
+            with contextlib.suppress(ValueError):
+                return stream == "ROLLOUTS" and bool(compare(float(message.headers.get(H_REWARD, "")), bound))
+            return False
 
         return at_reward
     raise ConfigError(f"--until {text!r}", why="no such moment", hint="step=12, seq=345, seq=LEDGER:7 or 'reward<0'")
@@ -169,4 +173,7 @@ class Replayer:
         self._last[stream] = int(ack.seq)
 
     async def _delete(self, stream: str, seq: int) -> None:
-        await self.bus.js.delete_msg(self.bus.subjects.stream(stream), seq)
+        try:
+            await self.bus.js.delete_msg(self.bus.subjects.stream(stream), seq)
+        except (NatsError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"cannot delete {stream} {seq}", why=repr(error)[:200]) from None

@@ -90,13 +90,14 @@ async def serve(
 
 async def _answer(message: Msg, handler: Handler, subject: str) -> bytes:
     try:
-        answer: dict[str, Any] = {"ok": dict(await handler(_decode(message.data)))}
+        answer: bytes = msgpack.packb({"ok": dict(await handler(_decode(message.data)))})
+        return answer
     except HeadwayError as error:
         kind = "input" if isinstance(error, InputError) else "unavailable"
-        answer = {"error": {"kind": kind, "what": error.what, "why": error.why, "hint": error.hint}}
+        fields = {"kind": kind, "what": error.what, "why": error.why, "hint": error.hint}
     except Exception as error:  # a handler's bug must reach the caller as an error, not end the service
         log.exception("rpc_handler_failed", subject=subject)
         what = f"{type(error).__name__} while serving {subject}"
-        answer = {"error": {"kind": "unavailable", "what": what, "why": "", "hint": "see the service's log"}}
-    packed: bytes = msgpack.packb(answer)
-    return packed
+        fields = {"kind": "unavailable", "what": what, "why": "", "hint": "see the service's log"}
+    refusal: bytes = msgpack.packb({"error": fields}, unicode_errors="backslashreplace")  # a path need be no text
+    return refusal

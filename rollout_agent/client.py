@@ -267,8 +267,16 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(url: str, key: str) -> None:
-    """Raise ConfigError when the weights of an engine elsewhere could be replaced without a key."""
-    host = urllib.parse.urlsplit(url).hostname or ""
+    """Raise ConfigError for what is no address, or when an engine elsewhere would take weights without a key."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+        if parts.scheme not in ("http", "https") or not host:
+            raise ValueError("it has no http:// or no host")
+    except ValueError as error:
+        raise ConfigError(
+            f"engine {url!r} is no address", why=str(error), hint="http://host:port, several with commas between them"
+        ) from None
     if not key and not is_loopback(host):
         raise ConfigError(
             f"engine {url} is on another machine, and there is no key",

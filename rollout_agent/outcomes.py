@@ -25,6 +25,8 @@ from headway.schemas.wire import Envelope, Message
 PUSHED_BACK_S = 1.0
 RETRY_S_FIRST = 0.5
 RETRY_S_MAX = 30.0
+DOUBLINGS_MAX = 16
+"""More than RETRY_S_MAX takes; a float overflows at 1024."""
 log = structlog.get_logger()
 
 
@@ -123,8 +125,8 @@ class Outcomes:
         elif session is not None and session.recorder.turns:
             await self._saved.save(session, handed_back)
         await self._publish_failure(lease, nonce, "infra_failed", str(error), terminal=False)
-        failed = lease.delivery - handed_back
-        await lease.give_back(min(RETRY_S_FIRST * 2.0 ** (failed - 1), RETRY_S_MAX))
+        doublings = min(lease.delivery - handed_back - 1, DOUBLINGS_MAX)
+        await lease.give_back(min(RETRY_S_FIRST * 2.0**doublings, RETRY_S_MAX))
 
     async def bury(self, lease: Lease) -> None:
         """Copy a task that failed too often to `dead`."""

@@ -183,7 +183,9 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> Config:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}", why=str(error)) from None
+        raise ConfigError(
+            f"cannot read {path}", why=str(error), hint="without --config every setting has its default"
+        ) from None
     return parse_config(text, str(path), overrides)
 
 

@@ -74,7 +74,7 @@ class Trajectory(Model):
     layer_map: Annotated[list[Count], Field(max_length=1024)]
     temperature: Annotated[float, Field(ge=0.0, le=10.0)]
     """0 is greedy decoding: evaluation only, never trained on."""
-    turns: Count
+    turns: Annotated[int, Field(ge=0, le=TURNS_MAX)]
     stop_reason: StopReason
     turn_stops: Annotated[list[TurnStop], Field(max_length=TURNS_MAX)] = Field(default_factory=list)
     """Of each turn, in order; empty where an earlier agent wrote it."""

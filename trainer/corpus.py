@@ -23,6 +23,7 @@ SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", 
 FILE_BYTES_MAX = 1 << 20
 LINE_BYTES_MAX = 1 << 20
 SESSIONS_MAX = 1 << 20
+BUILD_FIRST = "build the task set first: `headway tasks build`"
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -83,9 +84,9 @@ def read_sessions(path: Path, tokens_max: int) -> list[Session]:
         with path.open("rb") as file:
             sessions = [_session(line, f"{path} line {number}", tokens_max) for number, line in _lines(file, path)]
     except OSError as error:
-        raise InputError(f"cannot read the demonstrator sessions {path}", why=str(error)) from None
+        raise InputError(f"cannot read the demonstrator sessions {path}", why=str(error), hint=BUILD_FIRST) from None
     if not sessions:
-        raise InputError(f"{path} holds no session", hint="build the task set first: `headway tasks build`")
+        raise InputError(f"{path} holds no session", hint=BUILD_FIRST)
     return sessions
 
 

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import structlog
 from torch import Tensor
 
 from headway.bus.blobs import BlobStore
 from headway.bus.service import Service
 from headway.schemas import signing
-from headway.schemas.errors import PromiseViolated
+from headway.schemas.errors import PromiseViolated, WireError
 from headway.schemas.manifest import open_manifest, root_of
 from headway.schemas.messages import WeightsAnnounced
 from headway.schemas.subjects import Keys
@@ -28,6 +29,7 @@ from headway.weight_sync.torch_apply import raw_tensors
 
 ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Beside the thread that trains."""
+log = structlog.get_logger()
 
 
 class Share:
@@ -129,7 +131,8 @@ class WeightLine:
     async def prune_checkpoints(self, digest: str, term: int) -> None:
         """After the commit of `digest`'s step: delete checkpoints more than `retain_steps` behind that no lease holds.
 
-        The sweep finds those that a crash or a lease left. Raises FencedOut when `term` is over.
+        Nothing is deleted while a lease cannot be read. The sweep finds those that a crash or a lease left. Raises
+        FencedOut when `term` is over.
         """
         bus = self._service.bus
         self._checkpoints.append(digest)
@@ -137,6 +140,10 @@ class WeightLine:
             self._checkpoints.popleft() for _ in range(len(self._checkpoints) - self._service.config.grpo.retain_steps)
         ]
         if old:
-            held = {digest for lease in await leases_of(bus) for digest in lease.checkpoints}
+            try:
+                held = {digest for lease in await leases_of(bus) for digest in lease.checkpoints}
+            except WireError as error:
+                log.warning("checkpoints_not_pruned", why=str(error)[:300])
+                return
             gone = set(old) - set(self._checkpoints) - held
             await delete(bus, map(bus.keys.checkpoint, sorted(gone)), term, signing.public_key(self._key))

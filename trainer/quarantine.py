@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from headway.schemas.errors import PromiseViolated
-from headway.schemas.ledger import DISAGREED_MAX, Counters, Drop, DropReason
+from headway.schemas.ledger import AGENTS_MAX, DISAGREED_MAX, Counters, Drop, DropReason
 from headway.schemas.messages import Rollout
 from headway.trainer.agreement import Disagreement
 from headway.trainer.groups import Batch
@@ -42,8 +42,9 @@ class Quarantine:
         return _sum(before, self._found.values())
 
     def recorded(self, before: Counters, drops: Sequence[Drop]) -> dict[str, int]:
-        """Disagreements by agent once the ledger holds `drops` too."""
-        return _sum(before, (self._found[d.rollout_id] for d in drops if d.rollout_id in self._found))
+        """Disagreements by agent once the ledger holds `drops` too: of the AGENTS_MAX agents with the most."""
+        counts = _sum(before, (self._found[d.rollout_id] for d in drops if d.rollout_id in self._found))
+        return dict(sorted(sorted(counts.items(), key=lambda item: -item[1])[:AGENTS_MAX]))
 
     def reason(self, rollout: Rollout, before: Counters) -> DropReason | None:
         """Why the rollout may not train, if so."""

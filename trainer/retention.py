@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from headway.bus.blobs import MissingBlob
 from headway.bus.connection import Bus
 from headway.schemas.config import Config
-from headway.schemas.errors import FencedOut, PromiseViolated, WireError
+from headway.schemas.errors import FencedOut, WireError
 from headway.schemas.leases import Lease
 from headway.schemas.ledger import LedgerEntry
 from headway.schemas.version import Version
@@ -66,7 +66,7 @@ def kept(history: History, config: Config, serving: Collection[Version] = (), le
 
 
 async def leases_of(bus: Bus) -> list[Lease]:
-    """The run's open leases. Raises PromiseViolated for one that cannot be read: never guess what it holds."""
+    """The run's open leases. Raises WireError for one that cannot be read: never guess what it holds."""
     assert bus.store is not None
     found = []
     async for key, _ in bus.store.list(f"{bus.run}/leases/"):
@@ -75,7 +75,8 @@ async def leases_of(bus: Bus) -> list[Lease]:
         except MissingBlob:
             continue  # given back meanwhile
         except WireError as error:
-            raise PromiseViolated(
+            raise WireError(
+                error.reason,
                 f"the lease {key} cannot be read",
                 why=error.what,
                 hint="delete it once its holder is known to be gone; nothing is swept meanwhile",

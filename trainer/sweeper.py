@@ -159,7 +159,7 @@ class Sweeper:
         self._claims = Claims(self._bus)
 
     async def run(self, term: int) -> None:
-        """Sweep until cancelled. Raises FencedOut when the term is over, PromiseViolated for an unreadable lease."""
+        """Sweep until cancelled. Raises FencedOut when the term is over."""
         await self._serving.listen(self._bus)
         while True:
             await asyncio.sleep(self._config.every_s)
@@ -171,8 +171,8 @@ class Sweeper:
     async def sweep(self, term: int) -> int:
         """Mark, and delete what has been marked for the grace period; how many objects.
 
-        Raises FencedOut, PromiseViolated, UnavailableError, and WireError for a manifest that cannot be
-        trusted; nothing more is deleted then.
+        Raises FencedOut, UnavailableError, and WireError for a lease that cannot be read or a manifest that cannot
+        be trusted; nothing more is deleted then.
         """
         leases = await leases_of(self._bus)
         keep = kept(self._history, self._service.config, self._serving.versions(), leases)

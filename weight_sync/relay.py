@@ -132,8 +132,8 @@ class Relay:
             )
             self.counters.origin_bytes += len(data)
             await self._shelf.put(name, data)
-        except (HeadwayError, OSError) as found:
-            error = found if isinstance(found, HeadwayError) else UnavailableError(f"{name} was not kept: {found}")
+        except Exception as found:  # a flight that ended otherwise would never leave
+            error = found if isinstance(found, HeadwayError) else UnavailableError(f"{name} was not kept: {found!r}")
             log.warning("object_not_relayed", name=name, why=str(error)[:300])
             return error
         log.info("object_relayed", name=name, size_bytes=len(data), held_bytes=self._shelf.held_bytes)

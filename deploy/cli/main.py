@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from headway.deploy.cli.operating import MODULES
 from headway.deploy.cli.options import SERVICES, parser
 from headway.deploy.progress import escape
 from headway.schemas.config import Config, load_config, parse_config
-from headway.schemas.errors import HeadwayError, InputError, from_os
+from headway.schemas.errors import HeadwayError, from_os
 
 ENTRY_POINTS = {
     "trainer": ("headway.trainer.service", "main"),
@@ -23,6 +24,8 @@ ENTRY_POINTS = {
     "sandbox": ("headway.sandbox.service", "serve"),
     "relay": ("headway.weight_sync.relay", "serve"),
 }
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""What a shell says of a program that this signal ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # an OSError, so it comes first
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush is quiet
-        return InputError.exit_code
+        return BROKEN_PIPE
     except OSError as error:
         if (known := from_os(error)) is None:
             raise
@@ -93,12 +96,15 @@ def _service(options: argparse.Namespace) -> int:
 
 
 def _engine(options: argparse.Namespace) -> int:
+    import structlog
+
     from headway.bus.service import configure_logging
 
     config = _config(options)
     from headway.rollout_agent.engine.service import run_engine
 
     configure_logging()
+    structlog.contextvars.bind_contextvars(service="engine", instance=options.name)
     return run_engine(config, host=options.host, port=options.port, key=os.environ.get("HEADWAY_ENGINE_KEY", ""))
 
 
@@ -162,7 +168,7 @@ def _show_config(options: argparse.Namespace) -> int:
     if options.origin:
         text = options.config.read_text() if options.config else ""
         origins = origins_of(text, str(options.config), parse_set(options.sets))
-    print(to_toml(config, origins), end="")
+    print(to_toml(config, origins), end="", flush=True)
     return 0
 
 

@@ -16,7 +16,7 @@ from headway.bus.ledger import LedgerReader, LedgerWriter
 from headway.bus.reader import first_seq, read_all
 from headway.deploy.weight_versions import Versions
 from headway.schemas import signing
-from headway.schemas.errors import FencedOut, PromiseViolated
+from headway.schemas.errors import FencedOut, WireError
 from headway.schemas.leases import Lease
 from headway.schemas.ledger import Open
 from headway.schemas.subjects import STREAM_SUFFIXES
@@ -143,7 +143,7 @@ async def test_an_agent_that_is_heard_and_a_lease_keep_what_they_need(make_run: 
     await run.bus.store.delete(lease)
     assert await there() == list(range(16, 21))
     await run.bus.store.put(lease, b"garbage")
-    with pytest.raises(PromiseViolated, match="recording-x cannot be read"):
+    with pytest.raises(WireError, match="recording-x cannot be read"):
         await sweeper.sweep(term)
 
 

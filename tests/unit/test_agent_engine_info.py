@@ -60,9 +60,17 @@ def test_an_engine_elsewhere_needs_a_key() -> None:
     for near in ("http://127.0.0.1:30000", "http://localhost:1", "http://[::1]:30000"):
         check_address(near, "")
     check_address("http://10.0.0.7:30000", "secret")
-    for far in ("http://10.0.0.7:30000", "https://engine.example", "nonsense"):
+    for far in ("http://10.0.0.7:30000", "https://engine.example"):
         with pytest.raises(ConfigError, match="no key"):
             check_address(far, "")
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "127.0.0.1:1", "http://[::1", "http://a:99999", "ftp://localhost", "http://:1"]
+)
+def test_what_is_no_address_of_an_engine_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        check_address(url, "secret")
 
 
 def test_the_call_of_our_loader_carries_one_name_and_an_empty_tensor() -> None:

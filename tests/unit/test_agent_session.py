@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,9 +15,12 @@ import pytest
 
 from headway.rollout_agent.client import Completion, EngineTrouble, Sampling
 from headway.rollout_agent.model_shape import ModelShape
+from headway.rollout_agent.outcomes import RETRY_S_FIRST, RETRY_S_MAX, Outcomes
 from headway.rollout_agent.session import Interrupted, Session, SessionResult
 from headway.rollout_agent.tools import SandboxTrouble
 from headway.schemas import expr_protocol as p
+from headway.schemas.config import Config
+from headway.schemas.errors import UnavailableError
 from headway.schemas.messages import Signed, Task
 from headway.schemas.sections import AgentConfig
 from headway.schemas.trajectory import Span
@@ -259,3 +263,22 @@ async def test_a_long_session_meets_its_own_deadline() -> None:
 async def test_tool_latency_is_added_to_every_call() -> None:
     result = await run(ScriptedEngine([b"r\n", b"t\n", b"s\n"]), ScriptedBox(), tool_latency_ms=30.0)
     assert result.timings_ms["tool"] >= 60
+
+
+async def test_a_task_that_failed_a_thousand_times_comes_back_as_late_as_one_that_failed_ten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def publish(*_: object, **__: object) -> None:
+        pass
+
+    monkeypatch.setattr(Outcomes, "_publish_failure", publish)
+    outcomes = Outcomes(Any, Config(), Any, Any, region="east", agent="a")  # type: ignore[arg-type]
+    delays: list[float] = []
+
+    class Leased(SimpleNamespace):
+        async def give_back(self, delay_s: float) -> None:
+            delays.append(delay_s)
+
+    for delivery in (1, 2, 10, 2000):
+        await outcomes.failed(Leased(delivery=delivery), "n", None, 0, UnavailableError("away"))  # type: ignore[arg-type]
+    assert delays == [RETRY_S_FIRST, 2 * RETRY_S_FIRST, RETRY_S_MAX, RETRY_S_MAX]

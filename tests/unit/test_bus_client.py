@@ -1,15 +1,20 @@
-"""Headers that we read and write ourselves are what nats-py reads and writes."""
+"""Headers that we read and write ourselves are what nats-py reads and writes; replies to requests are always some."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
+import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.errors import Error
 
+from headway.bus import rpc
 from headway.bus.client import LeanClient
+from headway.schemas.errors import InputError
 
 LINES = st.binary(max_size=12) | st.sampled_from(
     [
@@ -51,3 +56,17 @@ def sent(client: Client, subject: str, body: bytes, headers: dict[str, str] | No
     except (Error, UnicodeEncodeError) as error:
         return repr(error)
     return b"".join(client._pending), client._pending_data_size, client.stats
+
+
+async def test_a_reply_that_cannot_be_packed_is_an_error_for_who_asked_and_no_end_of_the_service() -> None:
+    async def unpackable(_: dict[str, Any]) -> dict[str, Any]:
+        return {"answer": object()}
+
+    async def refusing(_: dict[str, Any]) -> dict[str, Any]:
+        raise InputError("no file \udcff")
+
+    asked: Any = SimpleNamespace(data=msgpack.packb({}))
+    failed = msgpack.unpackb(await rpc._answer(asked, unpackable, "rl.r.x"))
+    assert failed["error"]["what"] == "TypeError while serving rl.r.x"
+    refused = msgpack.unpackb(await rpc._answer(asked, refusing, "rl.r.x"))
+    assert refused["error"]["what"] == r"no file \udcff"

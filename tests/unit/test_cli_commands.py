@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import structlog
 
 from headway.deploy.cli import main as cli
 from headway.deploy.cli.decode import decode
@@ -85,6 +87,7 @@ def test_a_missing_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_
     code, _, err = run(capsys, "up", "--config", str(tmp_path / "none.toml"))
     assert code == 64
     assert str(tmp_path / "none.toml") in err
+    assert "  try: without --config" in err
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,37 @@ def test_a_service_without_a_bus_says_so(tmp_path: Path) -> None:
     assert done.returncode == 64
     assert "no NATS address" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["check", "show"])
+def test_a_reader_that_has_enough_ends_a_command_quietly(verb: str) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "headway.deploy.cli.main", "config", verb]
+    done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_mid_training_without_sessions_names_what_makes_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = run(capsys, "midtrain", "--run-dir", str(tmp_path))
+    assert code == 65
+    assert "`headway tasks build`" in err
+
+
+def test_the_name_of_an_engine_is_in_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_engine(*_: object, **__: object) -> int:
+        bound.update(structlog.contextvars.get_contextvars())
+        return 0
+
+    bound: dict[str, object] = {}
+    monkeypatch.setattr("headway.rollout_agent.engine.service.run_engine", run_engine)
+    monkeypatch.setattr("headway.bus.service.configure_logging", lambda: None)
+    with structlog.contextvars.bound_contextvars(service="", instance=""):
+        assert cli.main(["engine", "--port", "0", "--name", "engine-7"]) == 0
+    assert bound == {"service": "engine", "instance": "engine-7"}
 
 
 def test_light_commands_never_import_torch() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nats.js.errors import APIError
 
 from headway.bus import recording as layout
 from headway.bus.blobs import ObstoreBlobs
@@ -15,8 +16,9 @@ from headway.bus.recorded import RecordedBus, matches
 from headway.bus.recorder import Recorder, Selection
 from headway.bus.recording import PART_BYTES, Recording
 from headway.bus.recording_writer import RecordingWriter
-from headway.bus.replayer import Replayer
+from headway.bus.replayer import Replayer, until
 from headway.schemas.errors import InputError, UnavailableError
+from headway.schemas.subjects import Subjects
 
 ABOUT: dict[str, Any] = {"run": "r", "selection": {}}
 
@@ -249,3 +251,33 @@ async def test_an_object_is_recorded_as_far_as_it_goes_whatever_size_was_claimed
         writer.commit(whole=True)
     with Recording(path) as recording:
         assert recording.object("r/blobs/x") == bytes(PART_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("moment", "stream", "headers"),
+    [
+        ("step=1", "LEDGER", {"Headway-Record": "step", "Headway-Version": "one"}),
+        ("step=1", "LEDGER", {"Headway-Record": "step"}),
+        ("reward<0", "ROLLOUTS", {"Headway-Reward": "-a lot"}),
+        ("reward<0", "ROLLOUTS", {}),
+    ],
+)
+def test_a_header_that_says_nothing_is_no_moment_to_stop_at(moment: str, stream: str, headers: dict[str, str]) -> None:
+    assert not until(moment)(stream, StoredMessage("rl.r.x", 1, headers, b""))
+
+
+async def test_a_filler_that_cannot_be_deleted_is_an_error_in_our_words(tmp_path: Path) -> None:
+    class Stream:
+        async def publish(self, subject: str, body: bytes, **options: Any) -> Any:
+            return SimpleNamespace(seq=1)
+
+        async def delete_msg(self, stream: str, seq: int) -> None:
+            raise APIError(code=500, description="not today")
+
+    write(tmp_path / "a.hwr", range(2, 3))
+    bus: Any = SimpleNamespace(js=Stream(), subjects=Subjects("r"))
+    with Recording(tmp_path / "a.hwr") as recording:
+        replayer = Replayer(recording=recording, bus=bus)
+        replayer._last["ROLLOUTS"] = 0
+        with pytest.raises(UnavailableError, match="cannot delete ROLLOUTS 1"):
+            await replayer.run()

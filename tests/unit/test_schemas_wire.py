@@ -323,6 +323,7 @@ def good() -> Trajectory:
         ("temperature", float("nan")),
         ("temperature", "1"),
         ("stop_reason", "bored"),
+        ("turns", 1 << 62),
     ],
 )
 def test_a_trajectory_that_contradicts_itself_is_refused(field: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from headway.schemas.errors import PromiseViolated
-from headway.schemas.ledger import DISAGREED_MAX, Counters, Drop
+from headway.schemas.ledger import AGENTS_MAX, DISAGREED_MAX, Counters, Drop
 from headway.schemas.messages import Rollout
 from headway.trainer.agreement import Disagreement
 from headway.trainer.groups import Batch, Decided
@@ -77,3 +77,18 @@ def test_a_run_whose_agents_are_all_refused_ends() -> None:
     require_somebody(drops[1:], 99, 6, ["east/a"])
     with pytest.raises(PromiseViolated, match=r"13 groups in a row .*east/a"):
         require_somebody(drops, REFUSED_WINDOWS * 6 + 1, 6, ["east/a"])
+
+
+def test_a_record_counts_as_many_agents_as_it_holds_and_forgets_those_with_the_fewest() -> None:
+    many = {f"east/{n:04}": 1 for n in range(AGENTS_MAX - 1)}
+    before = Counters(disagreed={**many, "west/refused": DISAGREED_MAX + 1})
+    quarantine = Quarantine()
+    quarantine.note("r0", "east/0500")
+    quarantine.note("r1", "north/new")
+    drops = [drop(0, "disagreed"), drop(1, "disagreed")]
+    recorded = quarantine.recorded(before, drops)
+    after = Counters(disagreed=recorded)
+    assert len(recorded) == AGENTS_MAX
+    assert after.refuses("west/refused")
+    assert (recorded["east/0500"], "north/new" in recorded) == (2, False)
+    assert list(recorded) == sorted(recorded)

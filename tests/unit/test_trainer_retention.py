@@ -20,6 +20,7 @@ from headway.schemas.version import Version
 from headway.schemas.wire import pack
 from headway.trainer.groups import Lineage
 from headway.trainer.history import History
+from headway.trainer.publishing import WeightLine
 from headway.trainer.retention import kept, leases_of
 from headway.trainer.sweeper import Marks, Serving
 from headway.weight_sync.chain import Chain
@@ -269,3 +270,14 @@ async def test_a_lease_that_is_given_back_between_two_looks_holds_nothing() -> N
         await store.put(f"r/leases/{name}", pack(Lease(holder=name)))
     bus = SimpleNamespace(run="r", store=store)
     assert [lease.holder for lease in await leases_of(bus)] == ["held"]  # type: ignore[arg-type]
+
+
+async def test_while_a_lease_cannot_be_read_checkpoints_stay_and_commits_go_on() -> None:
+    store, digests = ObstoreBlobs(MemoryStore()), [f"{n:064x}" for n in range(6)]
+    await store.put(KEYS.lease("torn"), b"garbage")
+    service = SimpleNamespace(store=store, config=config(0), bus=SimpleNamespace(run=KEYS.run, store=store, keys=KEYS))
+    line = WeightLine(service, KEY)  # type: ignore[arg-type]
+    for digest in digests:
+        await store.put(KEYS.checkpoint(digest), b"a checkpoint")
+        await line.prune_checkpoints(digest, term=1)
+    assert [await store.exists(KEYS.checkpoint(digest)) for digest in digests] == [True] * 6

@@ -29,6 +29,7 @@ class Origin:
     def __init__(self, *objects):
         self.objects = {key_of(data): data for data in objects}
         self.reads, self.gate, self.down = [], asyncio.Event(), False
+        self.failure = UnavailableError("the origin is down")
         self.gate.set()
 
     async def get(self, key):
@@ -38,7 +39,7 @@ class Origin:
         self.reads.append((key, start, end))
         await self.gate.wait()
         if self.down:
-            raise UnavailableError("the origin is down")
+            raise self.failure
         if key not in self.objects:
             raise MissingBlob(f"{key}: no such object")
         return self.objects[key][start:end]
@@ -230,6 +231,19 @@ async def test_an_object_that_is_nowhere_is_missing_and_not_asked_for_again(tmp_
         with pytest.raises(MissingBlob):
             await fetch(origin, client, data[:500])
         assert len(origin.reads) == 3
+
+
+async def test_a_read_that_fails_as_nobody_thought_of_is_told_and_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.weight_sync.relay.REFUSED_S", 0.0)
+    data = blob(1)
+    origin = Origin(data)
+    origin.down, origin.failure = True, RuntimeError("a bug")
+    async with relaying(tmp_path, origin) as (_, client):
+        with pytest.raises(UnavailableError, match="RuntimeError"):
+            await client.get(key_of(data))
+        origin.down = False
+        await asyncio.sleep(0.01)
+        assert await client.get(key_of(data)) == data
 
 
 async def test_an_object_too_large_for_the_relay_comes_from_the_origin(tmp_path):
