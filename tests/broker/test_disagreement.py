@@ -152,8 +152,7 @@ async def test_what_is_systemic_ends_the_trainer(make_run: Make, case: str, monk
     run = make(make_run, steps=4)
     honest = Honest(run)
     if case == "the trainer miscomputes":
-        calls = iter([None])
-        monkeypatch.setattr("headway.trainer.service.refusal", lambda *_: next(calls, "attention gives other bits"))
+        monkeypatch.setattr("headway.trainer.service.refusal", lambda *_: "attention gives other bits")
 
     def answer(task: Task, head: Version) -> Any:
         if case == "the trainer miscomputes":
