@@ -154,6 +154,7 @@ def plan(shape: Shape, rates: Rates, limits: TransferLimits | None = None) -> Pl
     announce_s = 1.5 * shape.rtt_s  # heard, and looked up in the ledger
     connect_s = 0.0 if shape.warm else shape.rtt_s
     download_s = connect_s + shape.rtt_s  # the manifest
+    download_s += 0.0 if shape.warm else shape.rtt_s  # the parent's, which the relay has once it took part in a swap
     download_s += connect_s + _transfer_s(delta, shape.region_down, shape.rtt_s, limits)
     download_s += delta * shape.agents / shape.lan + 2 * delta / rates.sha256 / max(1.0, shape.host_cores)
     held = shape.model_bytes / shape.hosts
