@@ -29,8 +29,8 @@ FETCH_S = 1.0
 RETRY_S = 0.25
 UNREADABLE_RETRY_S = 5.0
 GIVE_BACK = b"-NAK"
-LEASES_KEPT = 4096
-"""That a queue remembers; an agent works on far fewer."""
+ENDED_KEPT = 4096
+"""Of which tasks a queue remembers that they ended here."""
 log = structlog.get_logger()
 
 
@@ -82,10 +82,7 @@ class Lease:
     async def ack(self) -> None:
         """Done. A lost ack means one more delivery, which this queue acknowledges again."""
         self.ended = True
-        with contextlib.suppress(nats.errors.Error, OSError):
-            failpoint("lease.ack.before")
-            await self._message.ack()
-            failpoint("lease.ack.after")
+        await _acknowledge(self._message)
         self._forget()
 
     async def give_back(self, delay_s: float = 0.0) -> None:
@@ -108,8 +105,10 @@ class TaskQueue:
     def __init__(self, bus: Bus, held: Held | None = None) -> None:
         self._bus, self._held = bus, held
         self._pull: JetStreamContext.PullSubscription | None = None
-        self._leases: OrderedDict[int, Lease] = OrderedDict()
-        """By sequence, the last LEASES_KEPT that were handed out."""
+        self._leases: dict[int, Lease] = {}
+        """Those that are open, by sequence, and what ended since the last fetch."""
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        """The sequences of the last ENDED_KEPT that were acknowledged: a lease with its task is 4 kB."""
 
     async def give_back_left(self) -> None:
         """Let anybody have at once what an agent of this name held when it was killed."""
@@ -140,17 +139,31 @@ class TaskQueue:
                 continue
             self._leases[lease.seq] = lease
             found.append(lease)
-        while len(self._leases) > LEASES_KEPT:
-            self._leases.popitem(last=False)
+        self._drop_closed()
         return found
+
+    def _drop_closed(self) -> None:
+        """Keep no more of what is acknowledged than that it is, and nothing of what is given back."""
+        closed = [lease for lease in self._leases.values() if lease.ended or not lease.kept]
+        for lease in closed:
+            del self._leases[lease.seq]
+            if lease.ended:
+                self._ended[lease.seq] = None
+        while len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
 
     async def _known(self, message: Msg) -> bool:
         """Whether a lease of ours answers for it: the server redelivers what it did not hear of in time."""
-        lease = self._leases.get(int(message.metadata.sequence.stream))
-        if lease is None or not (lease.kept or lease.ended):
+        seq = int(message.metadata.sequence.stream)
+        lease = self._leases.get(seq)
+        if seq in self._ended or (lease is not None and lease.ended):
+            log.info("ended_task_delivered_again", seq=seq, delivery=int(message.metadata.num_delivered))
+            await _acknowledge(message)
+            return True
+        if lease is None or not lease.kept:
             return False
         lease.adopt(message)
-        await (lease.ack() if lease.ended else lease.renew())
+        await lease.renew()
         return True
 
     async def _open(self, message: Msg) -> Lease | None:
@@ -168,3 +181,10 @@ class TaskQueue:
         await message.nak(delay=UNREADABLE_RETRY_S)
         failpoint("lease.nak.after")
         return None
+
+
+async def _acknowledge(message: Msg) -> None:
+    with contextlib.suppress(nats.errors.Error, OSError):
+        failpoint("lease.ack.before")
+        await message.ack()
+        failpoint("lease.ack.after")

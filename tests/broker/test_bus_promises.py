@@ -241,13 +241,19 @@ async def test_a_task_that_comes_again_before_work_on_it_began_is_handed_out_onc
     await lease.ack()
 
 
-async def test_a_task_whose_acknowledgement_was_lost_is_acknowledged_again(bus: Bus, monkeypatch) -> None:
+@pytest.mark.parametrize("others", [0, 2])
+async def test_a_task_whose_acknowledgement_was_lost_is_acknowledged_again(bus: Bus, monkeypatch, others: int) -> None:
     await bus.publish(bus.subjects.task("expr"), make_task(0))
     queue = TaskQueue(bus)
     [lease] = await queue.fetch(1)
     with monkeypatch.context() as lost:
         lost.setattr(type(lease._message), "ack", lambda _: asyncio.sleep(0))
         await lease.ack()
+    for index in range(others):
+        await bus.publish(bus.subjects.task("expr"), make_task(1 + index))
+        [other] = await queue.fetch(1)
+        await other.ack()
+    assert len(queue._leases) == 1, "of tasks that ended before the last fetch their sequences are enough"
     assert await queue.fetch(1, 3) == []
     assert await TaskQueue(bus).fetch(1, 2.5) == []
 
