@@ -17,14 +17,16 @@ class Held:
     """One agent's leases, in `folder`. `clock` goes on over restarts, as time.time does; seconds."""
 
     def __init__(self, folder: Path, ack_wait_s: float, clock: Callable[[], float]) -> None:
-        self._folder, self._ack_wait_s, self._clock = folder, ack_wait_s, clock
+        self._folder, self._ack_wait_s, self._clock = str(folder), ack_wait_s, clock
 
     def add(self, seq: int, reply: str) -> None:
         """The task at `seq` of TASKS was delivered to this agent, which answers on `reply`."""
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / str(seq)).write_text(reply)
-            self._touch(seq)
+            try:
+                self._write(seq, reply)
+            except FileNotFoundError:
+                os.makedirs(self._folder, exist_ok=True)
+                self._write(seq, reply)
 
     def renewed(self, seq: int) -> None:
         with contextlib.suppress(OSError):
@@ -33,20 +35,28 @@ class Held:
     def end(self, seq: int) -> None:
         """It was acknowledged or given back."""
         with contextlib.suppress(OSError):
-            (self._folder / str(seq)).unlink(missing_ok=True)
+            os.unlink(self._path(seq))
 
     def take_left(self) -> Iterator[str]:
         """What an earlier life left, as reply subjects; forgets all of it.
 
         Not what the server has given to somebody else since: that was renewed longer ago than it waits.
         """
-        for file in sorted(self._folder.glob("*")):
+        for file in sorted(Path(self._folder).glob("*")):
             with contextlib.suppress(OSError):
                 reply, age_s = file.read_text(), self._clock() - file.stat().st_mtime
                 file.unlink()
                 if reply and age_s < self._ack_wait_s:
                     yield reply
 
+    def _write(self, seq: int, reply: str) -> None:
+        with open(self._path(seq), "w") as file:
+            file.write(reply)
+        self._touch(seq)
+
     def _touch(self, seq: int) -> None:
         now_s = self._clock()
-        os.utime(self._folder / str(seq), (now_s, now_s))
+        os.utime(self._path(seq), (now_s, now_s))
+
+    def _path(self, seq: int) -> str:
+        return f"{self._folder}/{seq}"

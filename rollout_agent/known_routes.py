@@ -57,7 +57,7 @@ def joined(routes: NDArray, spans: Sequence[Span], new: Completion) -> Completio
     if new.routes is None:
         return new
     rows = len(routes)
-    before = [s.model_copy(update={"end": min(s.end, rows)}) for s in spans if s.start < rows]
+    before = [s if s.end <= rows else s.model_copy(update={"end": rows}) for s in spans if s.start < rows]
     merged: list[Span] = []
     for span in (*before, *new.route_spans):
         if merged and merged[-1].version == span.version:

@@ -139,7 +139,7 @@ def _logprobs(entries: Any, ids: list[int]) -> NDArray:
 
 def _spans(entries: Any, start: int, end: int) -> list[Span]:
     """Spans that cover [start, end) without a gap."""
-    spans = [Span(start=e["start"], end=e["end"], version=Version.parse(e["version"])) for e in entries]
+    spans = [Span(start=e["start"], end=e["end"], version=e["version"]) for e in entries]
     check_spans(spans, end)
     if sum(span.end - span.start for span in spans) != end - start or (spans and spans[0].start != start):
         raise ValueError(f"version spans do not cover {start} to {end}")

@@ -262,11 +262,12 @@ class SessionEngine:
 
     async def _place(self, timeout_s: float) -> Place:
         """Home; another engine while that is out of rotation or full. Raises EngineTrouble when there is none."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._rotation.wait_for(lambda: self._aborted or self._rotation.serving)
-        except TimeoutError:
-            raise EngineTrouble("no engine of this agent is in rotation", hint="see the engines' logs") from None
+        if not self._rotation.serving:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._rotation.wait_for(lambda: self._aborted or self._rotation.serving)
+            except TimeoutError:
+                raise EngineTrouble("no engine of this agent is in rotation", hint="see the engines' logs") from None
         if self._aborted:
             raise EngineTrouble("the session was told to leave")
         home, best = self._home, self._rotation.best()

@@ -69,7 +69,8 @@ async def _work(
     key = tracker.genesis.trainer_key
     connector = aiohttp.TCPConnector(limit=ENGINE_CONNECTIONS_MAX)
     own_deadlines = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=own_deadlines) as http:
+    no_cookies = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, timeout=own_deadlines, cookie_jar=no_cookies) as http:
         keeper = WeightKeeper(
             bus=service.bus,
             config=config,

@@ -30,7 +30,7 @@ def check(routes: NDArray, experts: int, top_k: int) -> None:
         return
     ordered = np.sort(routes, axis=2)
     twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-    if int(routes.max()) >= experts:  # the sentinel, or a lie
+    if int(ordered[:, :, -1].max()) >= experts:  # the sentinel, or a lie
         missing = routes == np.iinfo(routes.dtype).max
         known = ~missing.all(axis=2)
         _refuse(missing.any(axis=2) & known, "misses some of its experts")
@@ -47,7 +47,7 @@ def from_engine(raw: NDArray, layer_map: list[int], experts: int, top_k: int) ->
     lowest = int(routes.min(initial=0))
     if not -1 <= lowest <= int(routes.max(initial=0)) < experts:
         raise ValueError(f"an expert id outside 0..{experts - 1}")
-    packed = (routes if lowest == 0 else np.where(routes < 0, np.iinfo(narrow).max, routes)).astype(narrow)
+    packed = (routes if lowest >= 0 else np.where(routes < 0, np.iinfo(narrow).max, routes)).astype(narrow)
     check(packed, experts, top_k)
     return packed
 
