@@ -10,12 +10,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from bugs import BUGS
 from simulator.plan import FAULTS, POINTS_IN_RUN, Plan, draw
 from simulator.server import Rates
 from simulator.world import Ended, simulate
+
+from headway.trainer.pacing import Pacing
 
 BLOCK = 50
 SEEDS_PER_BUG = 200
@@ -117,6 +120,16 @@ def test_in_lockstep_every_fault_leaves_the_same_weights_rollouts_and_drops(shar
         struck += len(ended.struck)
         assert ended.oracle.trace() == run(seed, shared, quiet).oracle.trace(), f"seed {seed}: {ended.struck}"
     assert struck > 40
+
+
+def test_a_pacing_that_heeds_no_stale_step_is_found(shared: Path) -> None:
+    """P8 of runs where any token too old is one too many: within the runs that a seed draws too few are."""
+    paced = {"run__lockstep": False, "run__steps": 8, "grpo__groups_per_step": 4, "staleness__stale_share_max": 0.0}
+    paced |= {"staleness__max_lag": 1, "staleness__swap_slack": 0, "dispatch__max_in_flight": 48}
+    plan = replace(draw(0), config=calm(0, **paced, agent__max_sessions=12).config)
+    assert run(0, shared, plan).oracle.held_back > 0.5
+    with mock.patch.object(Pacing, "after", lambda self, share: self), pytest.raises(AssertionError, match="P8: group"):
+        run(0, shared, plan)
 
 
 def test_a_drain_loses_no_sample_and_samples_nothing_again(shared: Path) -> None:
