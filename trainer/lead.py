@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import structlog
+
 from headway.schemas.config import Config
 from headway.schemas.trajectory import Trajectory
 from headway.schemas.wire import Model, pack, unpack
@@ -16,6 +18,7 @@ from headway.trainer.checkpoint import Checkpoint
 from headway.trainer.learner import Learner, StepResult
 from headway.weight_sync import torch_apply
 
+log = structlog.get_logger()
 STEP = "step"
 """Take a step on the samples."""
 STATE = "state"
@@ -54,7 +57,10 @@ class Lead(Learner):
 
     def step(self, batch: Sequence[Sample]) -> StepResult:
         self._mesh.tell(STEP, [pack_sample(sample) for sample in batch])
-        return super().step(batch)
+        result = super().step(batch)
+        if len(result.micro_batches) < self._mesh.size:
+            log.warning("ranks_stood_idle", ranks=self._mesh.size, micro_batches=len(result.micro_batches))
+        return result
 
     def state(self, *, copied: bool = True) -> Checkpoint:
         self._mesh.tell(STATE)
