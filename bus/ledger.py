@@ -13,6 +13,7 @@ import structlog
 
 from headway.bus.connection import Bus, StoredMessage
 from headway.bus.reader import read_all, read_batch
+from headway.schemas import signing
 from headway.schemas.errors import FencedOut, PromiseViolated, UnavailableError, WireError
 from headway.schemas.ledger import (
     CHAIN_START,
@@ -28,6 +29,8 @@ from headway.schemas.ledger import (
 from headway.schemas.version import Version
 from headway.schemas.wire import digest_of, pack
 
+OPENS_MAX = 20
+"""How often a term is tried to be opened while the one before goes on committing."""
 log = structlog.get_logger()
 Body = Genesis | Open | Step | Drops | Fork
 
@@ -111,7 +114,7 @@ class LedgerReader:
 
 
 class LedgerWriter:
-    """Appends as one term's only writer. Make one with `open_term`."""
+    """Appends as one term's only writer."""
 
     def __init__(self, bus: Bus, private_key: bytes, tail: LedgerTail) -> None:
         self._bus, self._key, self.tail = bus, private_key, tail
@@ -146,3 +149,21 @@ class LedgerWriter:
         link = Link(seq, record, version, digest)
         self.tail = link.tail
         return link
+
+    async def take_over(self, opened: Open) -> list[Link]:
+        """Open the next term; returns what the one before committed until then, and last the link of `opened`.
+
+        Raises FencedOut when somebody else opens it first, or the one before outruns this for `OPENS_MAX` times.
+        """
+        reader = LedgerReader(self._bus, signing.public_key(self._key))
+        reader.tail, term, found = self.tail, self.tail.term, list[Link]()
+        for left in reversed(range(OPENS_MAX)):
+            try:
+                return [*found, await self.append(opened, self.tail.version, term=term + 1)]
+            except FencedOut:
+                newer = await reader.read_new()
+                if not left or not newer or reader.tail.term > term:
+                    raise
+                found += newer
+                self.tail = reader.tail
+        raise AssertionError("the last try returns or raises")

@@ -132,16 +132,13 @@ class Trainer:
         assert genesis is not None
         require_same_config(genesis, self._config)
         require_same_chat(genesis.chat, self._config)
-        link = await self._ledger.append(
-            Open(instance=self._service.settings.instance, environment=environment.describe()),
-            self._history.head,
-            term=self._history.term + 1,
-        )
-        self._history.add(link)
+        opened = Open(instance=self._service.settings.instance, environment=environment.describe())
+        found = await self._ledger.take_over(opened)
+        self._history.extend(found)
         self._line = self._history.lineage  # with what is computed and not yet committed
-        await self._restore(genesis, model, links)
+        await self._restore(genesis, model, [*links, *found])
         self._service.status.update(head=str(self._history.head))
-        log.info("term_opened", term=link.record.term, head=str(self._history.head), cursor=self._history.cursor)
+        log.info("term_opened", term=self._history.term, head=str(self._history.head), cursor=self._history.cursor)
 
     def _make_learner(self, model: ModelConfig, weights: dict[str, torch.Tensor]) -> Learner:
         learner = begin(self._config, model, weights, self._mesh)

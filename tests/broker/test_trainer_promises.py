@@ -14,6 +14,7 @@ from headway.bus.blobs import ObstoreBlobs
 from headway.bus.reader import read_all
 from headway.schemas.errors import ConfigError, FencedOut, HeadwayError
 from headway.schemas.ids import train_rollout_id
+from headway.schemas.ledger import Open
 from headway.schemas.messages import Dead, Task, TrainerStamp
 from headway.schemas.trajectory import Span
 from headway.schemas.version import Version
@@ -151,19 +152,33 @@ async def test_the_next_step_is_computed_while_one_is_made_durable_and_a_crash_d
     assert (report.violations, report.trained, report.pending) == ([], 12, 0)
 
 
-async def test_an_older_trainer_is_fenced_out_by_a_newer_one(make_run: Make) -> None:
+async def test_an_older_trainer_is_fenced_out_by_a_newer_one(make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the older one commits between the newer one's look at the ledger and its first append."""
+    from headway.bus.ledger import LedgerWriter
+
     run = make_run(steps=50)
+    append, overtaken = LedgerWriter.append, list[int]()
+
+    async def append_late(writer: LedgerWriter, body: Any, version: Version, *, term: int | None = None) -> Any:
+        if isinstance(body, Open) and term == 2 and len(overtaken) < 3:
+            overtaken.append(version.n)
+            await run.wait_for_step(version.n + 1)
+        return await append(writer, body, version, term=term)
+
+    monkeypatch.setattr(LedgerWriter, "append", append_late)
+    ahead = 0
     with pytest.raises(BaseExceptionGroup) as caught:
         async with run.dispatcher(), run.agent(lambda task, head: run.graded(task, reward_of(task), head)):
             async with run.trainer():
                 await run.wait_for_step(1)
-                async with run.trainer():
-                    history = await run.history()
-                    while history.term < 2:
-                        history = await run.history()
-                    await run.wait_for_step(history.head.n + 2)
+                async with run.trainer(), asyncio.timeout(60):
+                    while (history := await run.history()).term < 2:
+                        await asyncio.sleep(0.1)
+                    ahead = (await run.wait_for_step(history.head.n + 2)).head.n - history.head.n
                     await asyncio.sleep(0.5)
     assert caught.group_contains(FencedOut)
+    assert len(overtaken) == 3
+    assert ahead >= 2
 
 
 async def test_of_two_dispatchers_one_is_refused(make_run: Make) -> None:
