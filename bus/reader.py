@@ -13,6 +13,7 @@ from typing import TypeVar
 import structlog
 
 from headway.bus.connection import Bus, StoredMessage
+from headway.bus.ending import ending
 from headway.schemas.errors import UnavailableError, WireError
 from headway.schemas.wire import Message
 
@@ -91,7 +92,7 @@ async def follow(
     at = start_seq
     clock = asyncio.get_running_loop().time
     answered_at = clock()
-    while True:
+    while not ending():
         try:
             batch = await read_batch(bus, suffix, at, filter_subject=filter_subject)
         except UnavailableError:

@@ -22,6 +22,7 @@ import uvloop
 from headway.bus import metrics, rpc
 from headway.bus.blobs import BlobStore, ObstoreBlobs
 from headway.bus.connection import Bus
+from headway.bus.ending import ending
 from headway.bus.notify import notify
 from headway.schemas import signing
 from headway.schemas.config import Config
@@ -238,7 +239,7 @@ async def reachable(service: Service) -> AsyncIterator[None]:
 
 
 async def _beat(service: Service) -> None:
-    while True:
+    while not ending():
         notify("WATCHDOG=1")
         await service.bus.beat(service.name, service.settings.instance, _signs_of_life(service))
         await asyncio.sleep(BEAT_EVERY_S)

@@ -21,6 +21,7 @@ from nats.js.errors import Error as JetStreamError
 
 from headway.bus.blobs import BlobStore
 from headway.bus.connection import Bus
+from headway.bus.ending import ending
 from headway.bus.failpoints import failpoint
 from headway.bus.reader import first_seq, read_all
 from headway.bus.service import Service
@@ -161,7 +162,7 @@ class Sweeper:
     async def run(self, term: int) -> None:
         """Sweep until cancelled. Raises FencedOut when the term is over."""
         await self._serving.listen(self._bus)
-        while True:
+        while not ending():
             await asyncio.sleep(self._config.every_s)
             try:
                 await self.sweep(term)
