@@ -27,7 +27,7 @@ lint: $(VENV)/.with-test
 	  --config-file $(abspath pyproject.toml) $(STRICT:%=-p headway.%)
 	cd $(TYPED) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --no-logo $(abspath pyproject.toml)
 
-# All but tests/bench/staleness.py, which takes hours.
+# All but tests/bench/staleness.py, which takes about an hour.
 bench: $(VENV)/.with-test
 	for script in $(filter-out %/staleness.py,$(wildcard tests/bench/*.py)); do $(ONE_THREAD) $(BIN)/python -P $$script || exit 1; done
 

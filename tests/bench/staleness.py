@@ -2,7 +2,7 @@
 
 Real `headway up` runs of the demo's geometry from one base model, with 100 ms a tool call. A cell is a (max_lag, seed);
 its steps are written to OUT/cells as JSON when it ends, and a cell that is there is not run again, so that a
-measurement of hours can be stopped at any time. Rewards are those of the training rollouts as they were trained on,
+long measurement can be stopped at any time. Rewards are those of the training rollouts as they were trained on,
 so that of step n is of versions n - max_lag to n. `gain` is the mean of the last third of the steps less that of the
 first three; per wall-second and per million loss-bearing tokens, both from the commit of the first step to the last.
 
@@ -61,7 +61,7 @@ def run_cell(base: Path, lag: int, seed: int, steps: int) -> list[Row]:
         "run.seed": seed,
         "model.base": str(base / "base"),
         "staleness.max_lag": lag,
-        "staleness.swap_slack": min(1, lag),
+        "staleness.swap_slack": min(1, lag // 2),  # at max_lag 1 a slack of 1 would leave nothing to issue ahead
         "agent.tool_latency_ms": LATENCY_MS,
     }
     with tempfile.TemporaryDirectory(prefix="headway-staleness-") as name:
