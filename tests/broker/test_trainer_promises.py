@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headway.bus.blobs import ObstoreBlobs
+from headway.bus.ledger import LedgerWriter
 from headway.bus.reader import read_all
 from headway.schemas.errors import ConfigError, FencedOut, HeadwayError
 from headway.schemas.ids import train_rollout_id
@@ -154,8 +155,6 @@ async def test_the_next_step_is_computed_while_one_is_made_durable_and_a_crash_d
 
 async def test_an_older_trainer_is_fenced_out_by_a_newer_one(make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the older one commits between the newer one's look at the ledger and its first append."""
-    from headway.bus.ledger import LedgerWriter
-
     run = make_run(steps=50)
     append, overtaken = LedgerWriter.append, list[int]()
 
@@ -194,8 +193,6 @@ async def test_rollouts_that_arrive_before_a_commit_is_acknowledged_are_not_lost
     make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other services act on a stored record while its writer still waits for the acknowledgement."""
-    from headway.bus.ledger import LedgerWriter
-
     run = make_run(steps=4)
     append = LedgerWriter.append
 
